@@ -1,0 +1,114 @@
+"""The errors that tapdeck raises on purpose.
+
+Every one says what happened, to which object, and what to do next. `code` is stable and meant for
+programs; `exit_code` is what the command line ends with (see `docs/architecture.md`, "Exit codes").
+
+    TapdeckError
+    |-- ConfigError        run.toml or a flag is wrong; nothing was read or written          2
+    |-- PreflightError     the run cannot work as asked; refused before weights are read     2
+    |   |-- DiskSpaceError     the output would not fit                                      1
+    |   `-- AccessError        a file or folder may not be read or written                   5
+    |-- DatasetError       the input is not usable (too many rejects, no sample left)        1
+    |-- LeaseError         another run owns the output, or the output is another run's       6
+    |   `-- LeaseBusyError     its owner is gone and its worker still finishes a shard      75
+    |-- StoreError         a file of a data set is damaged or missing                        1
+    |-- EngineError        the engine ended the run                                          7
+    |   |-- CaptureError       what SGLang returned is not what was asked for                7
+    |   `-- ProofError         the start-up proof failed                                     7
+    `-- BugError           cannot happen; please report                                      1
+"""
+
+from __future__ import annotations
+
+
+class TapdeckError(Exception):
+    """Base of all errors raised on purpose."""
+
+    code = "error"
+    exit_code = 1
+
+    def __init__(self, message: str, *, remedy: str | None = None, code: str | None = None) -> None:
+        super().__init__(message if remedy is None else f"{message}\n  What to do: {remedy}")
+        self.message = message
+        self.remedy = remedy
+        if code is not None:
+            self.code = code
+
+
+class ConfigError(TapdeckError):
+    """A key or value of run.toml, `--set` or a flag is wrong."""
+
+    code = "config"
+    exit_code = 2
+
+
+class PreflightError(TapdeckError):
+    """The run cannot work as asked. Raised before weights are read; nothing was changed."""
+
+    code = "preflight"
+    exit_code = 2
+
+
+class DiskSpaceError(PreflightError):
+    """The output would not fit on its file system."""
+
+    code = "disk_space"
+    exit_code = 1
+
+
+class AccessError(PreflightError):
+    """A file or folder may not be read or written."""
+
+    code = "access"
+    exit_code = 5
+
+
+class DatasetError(TapdeckError):
+    """The input data cannot be used."""
+
+    code = "dataset"
+
+
+class LeaseError(TapdeckError):
+    """The output folder belongs to another run, or to another configuration of this one."""
+
+    code = "lease"
+    exit_code = 6
+
+
+class LeaseBusyError(LeaseError):
+    """The owner of the output is gone, but its worker still finishes the shard in hand."""
+
+    code = "lease_busy"
+    exit_code = 75
+
+
+class StoreError(TapdeckError):
+    """A file of a data set is damaged, missing or not what its manifest says."""
+
+    code = "store"
+
+
+class EngineError(TapdeckError):
+    """The engine ended the run."""
+
+    code = "engine"
+    exit_code = 7
+
+
+class CaptureError(EngineError):
+    """What SGLang returned for a batch is not what was asked for."""
+
+    code = "capture"
+
+
+class ProofError(EngineError):
+    """The start-up proof failed: the states captured are not the boundaries asked for."""
+
+    code = "proof"
+
+
+class BugError(TapdeckError):
+    """An impossible case. Please report it."""
+
+    code = "bug"
