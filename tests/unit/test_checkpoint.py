@@ -1,0 +1,241 @@
+"""Facts about model folders, and the refusals that come before any weight is read."""
+
+import json
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from extractor import checkpoint
+from extractor.errors import PreflightError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
+def write_weights(path: Path, *names: str, data: bytes = b"\0" * 8) -> None:
+    entries = {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in names}
+    header = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def write_model(folder: Path, config: object = CONFIG) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_weights(folder / "model.safetensors", "lm_head.weight")
+    return folder
+
+
+def changed(**changes: object) -> dict[str, object]:
+    """CONFIG with other values; None takes a key away."""
+    merged = CONFIG | changes
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a socket was created")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from huggingface_hub import constants
+
+    cache = tmp_path / "hub"
+    repository = cache / "models--acme--tiny"
+    write_model(repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    return cache
+
+
+def test_a_folder_states_its_shape(tmp_path):
+    folder = write_model(tmp_path / "m")
+
+    facts = checkpoint.read(folder)
+
+    assert (facts.architecture, facts.model_type) == ("LlamaForCausalLM", "llama")
+    assert (facts.num_layers, facts.hidden_size, facts.vocab_size) == (4, 64, 100)
+    assert (facts.num_key_value_heads, facts.head_dim) == (2, 8)
+    assert facts.max_position_embeddings == 512
+    assert facts.dtype == "bfloat16"
+    assert facts.config_hash == xxhash.xxh3_128_hexdigest((folder / "config.json").read_bytes())
+    assert facts.weight_bytes == (folder / "model.safetensors").stat().st_size
+    assert facts.revision is None
+
+
+def test_a_multimodal_model_is_described_by_its_language_model(tmp_path):
+    nested = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": {"num_hidden_layers": 61, "hidden_size": 7168, "torch_dtype": "bfloat16"},
+        "vocab_size": 9,
+    }
+
+    facts = checkpoint.read(write_model(tmp_path / "m", nested))
+
+    assert (facts.num_layers, facts.hidden_size, facts.dtype) == (61, 7168, "bfloat16")
+    assert facts.architecture == "KimiK25ForConditionalGeneration"
+
+
+@pytest.mark.parametrize(
+    ("names", "tied"), [(["lm_head.weight"], False), (["model.embed_tokens.weight"], True)]
+)
+def test_tied_embeddings_are_read_from_the_weights_when_the_config_is_silent(tmp_path, names, tied):
+    folder = write_model(tmp_path / "m", changed(tie_word_embeddings=None))
+    write_weights(folder / "model.safetensors", *names)
+
+    assert checkpoint.read(folder).has_tied_embeddings is tied
+
+
+def test_a_missing_config_is_named(tmp_path):
+    with pytest.raises(PreflightError, match=r"config\.json: No such file"):
+        checkpoint.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (changed(architectures=None), "architectures is missing"),
+        (changed(architectures=[]), r"architectures is \[\]"),
+        (changed(num_hidden_layers=None), "num_hidden_layers is missing"),
+        (changed(num_hidden_layers="4"), "num_hidden_layers is '4'"),
+        (changed(hidden_size=True), "hidden_size is True"),
+        (changed(text_config={"hidden_size": 8}), r"text_config\.num_hidden_layers is missing"),
+        ([1], "expected a JSON object"),
+    ],
+)
+def test_a_wrong_config_is_refused_by_key(tmp_path, config, complaint):
+    with pytest.raises(PreflightError, match=complaint) as refused:
+        checkpoint.read(write_model(tmp_path / "m", config))
+
+    assert "config.json" in str(refused.value)
+
+
+def test_broken_json_says_where(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (folder / "config.json").write_text('{"architectures": [')
+
+    with pytest.raises(PreflightError, match=r"config\.json: not valid JSON: .* line 1"):
+        checkpoint.read(folder)
+
+
+def test_a_folder_without_weights_is_refused_with_a_remedy(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+
+    with pytest.raises(PreflightError, match="no weight files") as refused:
+        checkpoint.read(folder)
+
+    assert "model.gguf" in str(refused.value)
+    assert refused.value.remedy == "convert the weights to safetensors"
+
+
+def test_every_file_of_the_index_must_be_there(tmp_path):
+    folder = write_model(tmp_path / "m")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_weights(folder / "model-1.safetensors", "a")
+
+    with pytest.raises(PreflightError, match=r"1 of 2 weight files are missing: model-2\.safetensors"):
+        checkpoint.read(folder)
+
+
+def test_only_indexed_files_count(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "part.safetensors"}})
+    )
+    write_weights(folder / "part.safetensors", "a")
+
+    assert checkpoint.read(folder).weight_bytes == (folder / "part.safetensors").stat().st_size
+
+
+def test_a_weight_file_that_was_cut_off_is_found_by_its_header(tmp_path):
+    folder = write_model(tmp_path / "m")
+    write_weights(folder / "model.safetensors", "a", data=b"\0" * 5)
+
+    with pytest.raises(PreflightError, match="cut off"):
+        checkpoint.read(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"]
+)
+def test_a_file_that_is_no_safetensors_is_named(tmp_path, content):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(content)
+
+    with pytest.raises(PreflightError, match=r"model\.safetensors: not a safetensors file"):
+        checkpoint.read(folder)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_folder_resolves_to_itself(tmp_path):
+    assert checkpoint.resolve(str(write_model(tmp_path / "m"))) == tmp_path / "m"
+
+
+def test_a_folder_has_no_revisions(tmp_path):
+    with pytest.raises(PreflightError, match="a folder has no revisions"):
+        checkpoint.resolve(str(write_model(tmp_path / "m")), "main")
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./here", "a/b/c", "owner/na me"])
+def test_what_cannot_be_a_hub_id_is_a_missing_folder(path):
+    with pytest.raises(PreflightError, match="no such folder"):
+        checkpoint.resolve(path)
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("revision", [None, "main", COMMIT])
+def test_a_cached_hub_id_resolves_offline_to_its_commit(hub_cache, revision):
+    folder = checkpoint.resolve("acme/tiny", revision)
+
+    assert folder == hub_cache / "models--acme--tiny" / "snapshots" / COMMIT
+    assert checkpoint.read(folder).revision == COMMIT
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize(("hub_id", "revision"), [("acme/other", None), ("acme/tiny", "v2")])
+def test_what_is_not_cached_is_refused_with_the_cache_path(hub_cache, hub_id, revision):
+    with pytest.raises(PreflightError, match="not in local cache") as refused:
+        checkpoint.resolve(hub_id, revision)
+
+    assert str(hub_cache) in str(refused.value)
+    assert refused.value.remedy is not None
+    assert f"hf download {hub_id}" in refused.value.remedy
+
+
+def test_reading_a_model_folder_loads_no_torch(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from extractor import checkpoint;"
+        "checkpoint.read(checkpoint.resolve(sys.argv[1]));"
+        "print(sorted({'torch', 'transformers', 'sglang'} & set(sys.modules)))"
+    )
+    folder = write_model(tmp_path / "m")
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "[]\n"
