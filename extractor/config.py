@@ -45,6 +45,8 @@ class ModelSection(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     trust_remote_code: bool = False
+    allow_unverified_sglang: bool = False
+    """Run on a SGLang release that was never verified; the start-up proof still decides."""
     tp: PositiveInt = 1
     dp: PositiveInt = 1
     mem_fraction: Annotated[float, Field(gt=0, le=1)] | None = None

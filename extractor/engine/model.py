@@ -1,0 +1,79 @@
+"""A loaded model with its taps: token ids in, states on the device out.
+
+Joins the SGLang runner and the capture; knows neither files nor shards. One instance per process, since
+SGLang keeps process-wide state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from extractor.engine.capture import Capture
+from extractor.engine.hostcopy import HostPool
+from extractor.engine.sglang_compat import Runner
+from extractor.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from extractor.engine.sglang_compat import Prefill
+    from extractor.protocol import EngineSpec
+
+
+class Engine:
+    """One replica's model on this rank.
+
+    Attributes:
+        spec: what it was started from.
+        runner: the SGLang runner.
+        capture: the taps.
+        pool: host buffers for the states of batches.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Loads the weights; takes seconds to minutes.
+
+        Raises:
+            EngineError: SGLang refuses the model or a setting.
+        """
+        self.spec = spec
+        self.runner = Runner(spec)
+        self.capture = Capture(self.runner.model, hidden_size=spec.hidden_size, dtype=getattr(torch, spec.dtype))
+        self.capture.set_taps(spec.taps)
+        self.pool = HostPool(
+            num_buffers=spec.buffers,
+            num_taps=len(spec.taps.taps),
+            max_tokens=spec.geometry.max_tokens,
+            hidden_size=spec.hidden_size,
+            dtype=getattr(torch, spec.store_dtype),
+            device=spec.device,
+        )
+
+    def forward(self, sequences: Sequence[np.ndarray]) -> tuple[dict[str, torch.Tensor], Prefill]:
+        """One packed prefill.
+
+        Args:
+            sequences: token ids, int32 [t] each, together T tokens.
+
+        Returns:
+            Tap name to [T, H] on the device, rows in the order of the sequences; and the prefill itself.
+
+        Raises:
+            EngineError: a token id is not in the vocabulary, or SGLang changed the batch.
+            CaptureError: a per-batch check failed.
+        """
+        for ids in sequences:
+            # An id beyond the embedding is a device-side assert on CUDA, after which nothing can be said.
+            if not 0 <= int(ids.min()) <= int(ids.max()) < self.spec.vocab_size:
+                raise EngineError(
+                    f"token id {int(ids.max())} is not in the model's vocabulary of {self.spec.vocab_size}",
+                    remedy="the tokenizer does not belong to this model",
+                    code="token_out_of_vocabulary",
+                )
+        self.capture.begin_batch()
+        prefill = self.runner.prefill(sequences)
+        return self.capture.collect(sum(len(ids) for ids in sequences)), prefill

@@ -1,0 +1,200 @@
+"""The start-up proof: what is captured really is the boundaries asked for, before anything is stored.
+
+Independent of SGLang's capture and of the model's size. On a small batch of real token ids:
+
+1. each B(k), k < n, put through layer k's own input norm, must be what enters layer k's attention;
+2. B(n) put through the final norm must be `normed`, and that must give the logits SGLang computed;
+3. what lies in the host buffers must be the captured rows, cast to the dtype of the disk;
+4. each sample computed alone must have the rows it has in the packed batch (no rows swapped, no sample
+   sees another).
+
+Errors are per token, ||a-b|| / ||b|| over the hidden dimension. A proof that fails names what is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from extractor.errors import ProofError
+from extractor.protocol import ProofLine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+
+    from extractor.engine.model import Engine
+
+# Of a norm recomputed from the captured rows: float32 rounds at 6e-8 per operation; in bfloat16 the input and
+# the output of the norm are each rounded to 8 bits (2**-9 = 0.002 per element), and neighbouring boundaries
+# differ by 0.02 and more.
+NORM_BOUND = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
+# Of a sample alone against itself in the batch, at its median token: kernels round differently at other
+# batch shapes, while rows of another sample are off by 1.
+ALONE_BOUND = {"float32": 1e-4, "bfloat16": 1e-1, "float16": 5e-2}
+LOGITS_BOUND = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 1e-2}
+
+
+def prove(engine: Engine, sequences: Sequence[np.ndarray]) -> tuple[ProofLine, ...]:
+    """Runs the proof; blocking, a few small forward passes.
+
+    Args:
+        engine: the loaded model with its taps set.
+        sequences: two or more token id arrays that differ, int32 [t] each.
+
+    Returns:
+        The checks with their errors.
+
+    Raises:
+        ProofError: a check failed; the message names tap and fault.
+    """
+    entering, states, prefill = _run_watched(engine, sequences)
+    lines = list(_prove_boundaries(engine, entering, states))
+    lines += _prove_last(engine, prefill)
+    _prove_host_rows(engine, states, sequences)
+    lines += _prove_alone(engine, states, sequences)
+    return tuple(lines)
+
+
+def token_errors(a_TH: torch.Tensor, b_TH: torch.Tensor) -> torch.Tensor:
+    """Per-token relative error of `a` against `b`, float32 [T]; a row equal to a zero row has error 0."""
+    a_TH, b_TH = a_TH.float(), b_TH.float()
+    gap = (a_TH - b_TH).norm(dim=-1)
+    return torch.where(gap == 0, gap, gap / b_TH.norm(dim=-1))
+
+
+def _run_watched(
+    engine: Engine, sequences: Sequence[np.ndarray]
+) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor], Any]:
+    """One forward pass, with what enters the attention of every tapped layer and of its neighbours."""
+    layers = engine.runner.model.model.layers
+    n = len(layers)
+    watched = {k + d for k in engine.spec.taps.boundaries for d in (-1, 0, 1) if 0 <= k + d < n}
+    entering: dict[int, torch.Tensor] = {}
+
+    def watch(index: int) -> Any:
+        def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
+            entering[index] = hidden.clone()
+
+        return layers[index].self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+
+    handles = [watch(index) for index in sorted(watched)]
+    try:
+        states, prefill = engine.forward(sequences)
+    finally:
+        for handle in handles:
+            handle.remove()
+    lost = watched - entering.keys()
+    if lost:
+        raise ProofError(f"the attention of layers {sorted(lost)} never ran; the proof cannot be made")
+    return entering, states, prefill
+
+
+def _input_norm(engine: Engine, k: int, state_TH: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        # Cloned: some norm kernels write into their input.
+        normed: torch.Tensor = engine.runner.model.model.layers[k].input_layernorm(state_TH.clone())
+    return normed
+
+
+def _prove_boundaries(
+    engine: Engine, entering: dict[int, torch.Tensor], states: dict[str, torch.Tensor]
+) -> Iterator[ProofLine]:
+    bound = NORM_BOUND[engine.spec.dtype]
+    n = engine.spec.taps.num_layers
+    for tap in engine.spec.taps.taps:
+        k = tap.boundary
+        if tap.is_normed or k == n:
+            continue
+        error = float(token_errors(_input_norm(engine, k, states[tap.name]), entering[k]).max())
+        if not error <= bound:
+            raise ProofError(
+                f"{tap.name} is not the residual stream entering layer {k}: relative error {error:.2e}, bound "
+                f"{bound:.0e}{_name_neighbour(engine, k, states[tap.name], entering, bound)}",
+                remedy="do not use this selection with this SGLang release; please report it",
+            )
+        yield ProofLine(f"{tap.name}: enters layer {k}", error, bound)
+
+
+def _name_neighbour(
+    engine: Engine, k: int, state_TH: torch.Tensor, entering: dict[int, torch.Tensor], bound: float
+) -> str:
+    for other, words in ((k - 1, "one layer early"), (k + 1, "one layer late")):
+        if other in entering:
+            error = float(token_errors(_input_norm(engine, other, state_TH), entering[other]).max())
+            if error <= bound:
+                return f"; it is what enters layer {other}: captured {words}"
+    nearest_T = torch.cdist(_input_norm(engine, k, state_TH).float(), entering[k].float()).argmin(dim=1)
+    if bool((nearest_T != torch.arange(len(nearest_T), device=nearest_T.device)).any()):
+        return "; its rows are those of other tokens: rows swapped"
+    return ""
+
+
+def _prove_last(engine: Engine, prefill: Any) -> Iterator[ProofLine]:
+    from extractor.engine.sglang_compat import last_logits
+
+    final_TH, normed_TH = engine.capture.final_and_normed()
+    norm = engine.runner.model.model.norm
+    bound = NORM_BOUND[engine.spec.dtype]
+    with torch.no_grad():
+        error = float(token_errors(norm(final_TH.clone()), normed_TH).max())
+        if not error <= bound:
+            swapped = float(token_errors(norm(normed_TH.clone()), final_TH).max()) <= bound
+            raise ProofError(
+                f"the final norm of `final` is not `normed`: relative error {error:.2e}, bound {bound:.0e}"
+                + ("; the two are swapped: `final` has the norm applied" if swapped else ""),
+                remedy="do not use final or normed with this SGLang release; please report it",
+            )
+    yield ProofLine("final: its norm is normed", error, bound)
+    logits_error = float(
+        token_errors(last_logits(engine.runner.model, normed_TH, prefill.forward_batch), prefill.last_logits).max()
+    )
+    if not logits_error <= LOGITS_BOUND[engine.spec.dtype]:
+        raise ProofError(
+            f"`normed` does not give the model's logits: relative error {logits_error:.2e}",
+            remedy="do not use final or normed with this SGLang release; please report it",
+        )
+    yield ProofLine("normed: gives the logits", logits_error, LOGITS_BOUND[engine.spec.dtype])
+
+
+def _prove_host_rows(
+    engine: Engine, states: dict[str, torch.Tensor], sequences: Sequence[np.ndarray]
+) -> None:
+    lengths = [len(ids) for ids in sequences]
+    block = engine.pool.copy(states, lengths)
+    try:
+        block.wait()
+        for name, state_TH in states.items():
+            expected_TH = state_TH.to(block.tensor(name).dtype).cpu()
+            same_T = (block.tensor(name) == expected_TH).all(dim=-1)
+            if not bool(same_T.all()):
+                row = int((~same_T).nonzero()[0])
+                raise ProofError(
+                    f"{name}: row {row} in the host buffer is not row {row} of the batch: rows swapped or not copied"
+                )
+    finally:
+        block.release()
+
+
+def _prove_alone(
+    engine: Engine, states: dict[str, torch.Tensor], sequences: Sequence[np.ndarray]
+) -> Iterator[ProofLine]:
+    bound = ALONE_BOUND[engine.spec.dtype]
+    worst = dict.fromkeys(states, 0.0)
+    start = 0
+    for index, ids in enumerate(sequences):
+        alone, _ = engine.forward([ids])
+        for name, state_TH in states.items():
+            error = float(token_errors(state_TH[start : start + len(ids)], alone[name]).median())
+            if not error <= bound:
+                raise ProofError(
+                    f"{name}: sample {index} has other states alone than in a packed batch (median relative error "
+                    f"{error:.2e}, bound {bound:.0e}): rows of samples are swapped, or samples see each other"
+                )
+            worst[name] = max(worst[name], error)
+        start += len(ids)
+    for name, error in worst.items():
+        yield ProofLine(f"{name}: a sample alone has the same rows (median)", error, bound)

@@ -1,0 +1,342 @@
+"""The only module that knows how SGLang releases differ: loading, one packed prefill, versions.
+
+SGLang is driven the way `sglang.benchmark.one_batch` does it, without a scheduler. Everything is set
+through public arguments and attributes, and what was set is read back. Nothing of SGLang is copied.
+
+Verified: 0.5.23 on the CPU, 0.5.17 on CUDA. Other releases are refused unless the run says otherwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import types
+from array import array
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from extractor.errors import BugError, ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import torch
+
+    from extractor.protocol import EngineSpec
+
+VERIFIED = {"0.5.17": "cuda", "0.5.23": "cpu"}
+"""Release: the device on which it was verified."""
+
+# What makes hidden states complete and hooks run: no prefix cache, no scheduler tricks, no CUDA graphs.
+FIXED_ARGS: Mapping[str, Any] = {
+    "disable_radix_cache": True,
+    "disable_overlap_schedule": True,
+    "chunked_prefill_size": -1,
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "sampling_backend": "pytorch",
+    "skip_server_warmup": True,
+}
+
+# Settings under which a rank does not see every row or every layer.
+REFUSED_ARGS: Mapping[str, str] = {
+    "pp_size": "pipeline parallelism keeps layers on different ranks",
+    "tp_size": "set model.tp instead",
+    "dp_size": "set model.dp instead",
+    "enable_dp_attention": "with DP attention a rank holds only part of the rows",
+    "attn_cp_size": "with context parallelism a rank holds only part of the rows",
+    "enable_two_batch_overlap": "two-batch overlap runs half of the rows at a time",
+    "speculative_algorithm": "a draft model changes what is captured",
+    "speculative_draft_model_path": "a draft model changes what is captured",
+    "is_embedding": "embedding models have no next-token states",
+    "enable_torch_compile": "hooks do not run in compiled graphs",
+    "model_path": "set model.path instead",
+    "dtype": "set model.dtype instead",
+    "device": "set model.device instead",
+    "attention_backend": "set model.attention_backend instead",
+    "trust_remote_code": "set model.trust_remote_code instead",
+    "max_total_tokens": "it follows from batch.max_tokens",
+    "max_running_requests": "it follows from the plan",
+}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the states depend on, for dataset.json."""
+    names = ("sglang", "torch", "transformers", "sglang-kernel", "flashinfer-python", "triton")
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_version(*, allow_unverified: bool) -> None:
+    """Refuses a SGLang that was never verified.
+
+    Raises:
+        EngineError: not installed, or another release than those in `VERIFIED`.
+    """
+    installed = versions().get("sglang")
+    if installed is None:
+        raise EngineError("SGLang is not installed", remedy="pip install sglang==0.5.23", code="sglang_missing")
+    if installed not in VERIFIED and not allow_unverified:
+        raise EngineError(
+            f"SGLang {installed} was never verified; verified are {' and '.join(sorted(VERIFIED))}",
+            remedy="install one of these, or set model.allow_unverified_sglang = true and look at the proof",
+            code="sglang_version",
+        )
+
+
+def prepare_process(device: str) -> None:
+    """Sets what SGLang reads while it is imported. Call before anything imports it."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if device != "cpu":
+        return
+    if "sglang" in sys.modules:
+        raise BugError("sglang was imported before prepare_process")
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    # The wheel's kernel library needs a CUDA driver to load. With this placeholder SGLang takes its
+    # PyTorch paths; a call that would need a kernel raises and ends the run.
+    placeholder = types.ModuleType("sgl_kernel")
+    placeholder.__getattr__ = _missing_kernel  # type: ignore[method-assign]  # PEP 562 on an instance
+    sys.modules["sgl_kernel"] = placeholder
+
+
+def _missing_kernel(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def kernel(*_: object, **__: object) -> NoReturn:
+        raise EngineError(
+            f"SGLang called the CUDA kernel {name} on the CPU", remedy="this model needs a GPU", code="cpu_kernel"
+        )
+
+    return kernel
+
+
+def check_args(extra: Mapping[str, Any]) -> None:
+    """Checks `[model.sglang]` against the installed SGLang and against what capture needs.
+
+    Raises:
+        ConfigError: an unknown field, or one that is refused, with the reason.
+    """
+    known = set(_server_args_fields())
+    for key, value in extra.items():
+        if key in FIXED_ARGS:
+            raise ConfigError(f"model.sglang.{key} is fixed to {FIXED_ARGS[key]!r}: capture depends on it")
+        if key in REFUSED_ARGS and value not in (None, False, 1):
+            raise ConfigError(f"model.sglang.{key} is refused: {REFUSED_ARGS[key]}")
+        if key not in known:
+            raise ConfigError(
+                f"model.sglang.{key}: SGLang {versions().get('sglang')} has no such argument",
+                remedy="see `python -m sglang.launch_server --help`",
+            )
+
+
+def _server_args_fields() -> list[str]:
+    from sglang.srt.server_args import ServerArgs
+
+    return [name for name in inspect.signature(ServerArgs).parameters if name != "self"]
+
+
+class Runner:
+    """A loaded SGLang `ModelRunner` at TP=1 and the one way we run it.
+
+    Attributes:
+        model_runner: SGLang's `ModelRunner`.
+        model: the wrapper class, for example `LlamaForCausalLM`.
+        settings: SGLang settings in force that change numbers, for dataset.json.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from sglang.benchmark import one_batch
+
+        self._one_batch = one_batch
+        args = _server_args(spec)
+        ports = _publish(args)
+        one_batch._set_envs_and_config(args)  # noqa: SLF001 - what one_batch itself calls first
+        bench_runner, _ = one_batch.load_model(args, ports, 0, 0)
+        self.model_runner = bench_runner.torch_runner
+        self.model: torch.nn.Module = self.model_runner.model
+        self.device = self.model_runner.device
+        self._page_size = _resolved(args, "page_size") or 1
+        self.settings = {
+            name: _resolved(args, name)
+            for name in ("attention_backend", "prefill_attention_backend", "page_size", "quantization", "random_seed")
+        } | {"max_total_tokens": int(self.model_runner.max_total_num_tokens), **spec.sglang_args}
+        _check_graphs_off(args)
+
+    def prefill(self, sequences: Sequence[np.ndarray]) -> Prefill:
+        """One packed prefill of whole sequences, no padding, no cache.
+
+        Args:
+            sequences: token ids, int32 [t] each; together at most `batch.max_tokens`.
+
+        Returns:
+            The logits of each sequence's last token, and the batch they came from. On CUDA the call returns
+            before the device is done.
+
+        Raises:
+            EngineError: SGLang built a batch that is not the one asked for.
+        """
+        import torch
+
+        with torch.no_grad():
+            batch = self._schedule(sequences)
+            _check_batch(batch, sequences)
+            forward_batch = self._forward_batch(batch)
+            output = self.model_runner.forward(forward_batch)
+        # Nothing of this batch is read again: the cache is only scratch space of one prefill.
+        self.model_runner.req_to_token_pool.clear()
+        self.model_runner.token_to_kv_pool_allocator.clear()
+        return Prefill(getattr(output, "logits_output", output), forward_batch)
+
+    def _schedule(self, sequences: Sequence[np.ndarray]) -> Any:
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        runner = self.model_runner
+        tree_cache = self._one_batch.TreeCacheNamespace(
+            page_size=self._page_size,
+            device=runner.device,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        )
+        batch = ScheduleBatch.init_new(
+            reqs=[_make_req(index, ids) for index, ids in enumerate(sequences)],
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+            tree_cache=tree_cache,
+            model_config=runner.model_config,
+            enable_overlap=False,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+        batch.prepare_for_extend()
+        return batch
+
+    def _forward_batch(self, batch: Any) -> Any:
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        if batch.input_ids is None:
+            batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device, non_blocking=True)
+            batch.prefill_input_ids_cpu = None
+        keywords = {}
+        if "return_hidden_states_before_norm" in inspect.signature(ForwardBatch.init_new).parameters:
+            keywords["return_hidden_states_before_norm"] = False
+        return ForwardBatch.init_new(batch, self.model_runner, **keywords)
+
+
+class Prefill:
+    """What one prefill returned.
+
+    Attributes:
+        last_logits: [sequences, vocabulary], the logits of each last token.
+        forward_batch: SGLang's `ForwardBatch`, for recomputing the logits in the proof.
+    """
+
+    def __init__(self, logits_output: Any, forward_batch: Any) -> None:
+        self.last_logits: torch.Tensor = logits_output.next_token_logits
+        self.forward_batch = forward_batch
+
+
+def last_logits(model: Any, normed_TH: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+    """The logits of each sequence's last token, from given normed states, by the model's own processor."""
+    import torch
+
+    with torch.no_grad():
+        output = model.logits_processor(forward_batch.input_ids, normed_TH, model.lm_head, forward_batch)
+    logits: torch.Tensor = output.next_token_logits
+    return logits
+
+
+def _server_args(spec: EngineSpec) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    check_args(spec.sglang_args)
+    # Room for every sequence's last page where the attention backend uses pages.
+    page_room = 64 * spec.max_batch_samples
+    values: dict[str, Any] = dict(
+        model_path=spec.model_folder,
+        dtype=spec.dtype,
+        device=spec.device,
+        trust_remote_code=spec.trust_remote_code,
+        attention_backend=spec.attention_backend or ("torch_native" if spec.device == "cpu" else None),
+        max_total_tokens=spec.geometry.max_tokens + page_room,
+        max_running_requests=spec.max_batch_samples + 1,
+        random_seed=0,
+        log_level="warning",
+    )
+    # The pool is sized by max_total_tokens; the fraction only has to leave room for it.
+    values["mem_fraction_static"] = spec.mem_fraction or (0.8 if spec.device == "cpu" else None)
+    known = _server_args_fields()
+    values |= {key: value for key, value in FIXED_ARGS.items() if key in known}
+    return ServerArgs(**(values | spec.sglang_args))
+
+
+def _publish(args: Any) -> Any:
+    """Port arguments; in 0.5.23 the settings must also be resolved and published before loading."""
+    from sglang.srt.server_args import PortArgs
+
+    if hasattr(args, "resolve_once"):
+        from sglang.benchmark import one_batch
+        from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+
+        args.resolve_once()
+        world_rank = spawn_world_rank(args, tp_rank=0, pp_rank=0)
+        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=0))
+        one_batch._init_process_global_configs()  # noqa: SLF001 - what one_batch itself calls here
+    return PortArgs.init_new(args)
+
+
+def _resolved(args: Any, name: str) -> Any:
+    """A setting as SGLang resolved it (0.5.23 keeps resolved values apart from what was given)."""
+    try:
+        from sglang.srt.arg_groups.overrides import resolution_result
+    except ImportError:
+        return getattr(args, name, None)
+    return resolution_result(args, name)
+
+
+def _check_graphs_off(args: Any) -> None:
+    for name in ("cuda_graph_backend_decode", "cuda_graph_backend_prefill"):
+        value = _resolved(args, name)
+        if value not in ("disabled", None):
+            raise EngineError(f"SGLang set {name} to {value!r}; capture needs all CUDA graphs off")
+
+
+def _make_req(index: int, ids: np.ndarray) -> Any:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    req = Req(
+        rid=str(index),
+        origin_input_text="",
+        origin_input_ids=array("q", ids.tolist()),
+        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+    )
+    req.full_untruncated_fill_ids = req.origin_input_ids
+    req.logprob_start_len = -1
+    if hasattr(req, "set_extend_range"):  # 0.5.17
+        req.set_extend_range(0, len(ids))
+    else:  # 0.5.23
+        req.extend_end = len(ids)
+    return req
+
+
+def _check_batch(batch: Any, sequences: Sequence[np.ndarray]) -> None:
+    """The batch SGLang built holds our tokens, whole, in our order. Reads host memory only."""
+    import numpy as np
+
+    lengths = [len(ids) for ids in sequences]
+    if list(batch.extend_lens) != lengths or any(batch.prefix_lens):
+        raise EngineError(
+            f"SGLang would compute {list(batch.extend_lens)} tokens after cached prefixes {list(batch.prefix_lens)}; "
+            f"sent were {lengths} without a prefix",
+            code="batch_tokens",
+        )
+    ids_cpu = batch.prefill_input_ids_cpu if batch.input_ids is None else batch.input_ids
+    if ids_cpu.device.type == "cpu" and not np.array_equal(ids_cpu.numpy(), np.concatenate(sequences)):
+        raise EngineError("SGLang reordered or changed the tokens of a batch", code="batch_tokens")

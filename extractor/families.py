@@ -1,0 +1,42 @@
+"""Model classes whose states can be captured, and the mechanism by which SGLang does it.
+
+Known without importing SGLang, so that an unsupported model is refused before its weights are read.
+`extractor.engine.capture` has one adapter per mechanism. A class that is not listed is refused.
+
+Source: `sglang/srt/models/*.py` of 0.5.17 and 0.5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from extractor.errors import PreflightError
+
+Mechanism = Literal["list", "flag"]
+
+MECHANISMS: dict[str, Mechanism] = {
+    # `inner.layers_to_capture`, a list of boundaries
+    "LlamaForCausalLM": "list",
+    "MistralForCausalLM": "list",
+    "Qwen2ForCausalLM": "list",
+    "Qwen3ForCausalLM": "list",
+    # `_is_layer_to_capture` on each layer, never cleared by SGLang's own setter
+    "Qwen2MoeForCausalLM": "flag",
+    "Qwen3MoeForCausalLM": "flag",
+}
+
+
+def mechanism_of(architecture: str) -> Mechanism:
+    """How SGLang captures in this class.
+
+    Raises:
+        PreflightError: the class is not supported.
+    """
+    try:
+        return MECHANISMS[architecture]
+    except KeyError:
+        raise PreflightError(
+            f"model class {architecture} is not supported: nobody has shown which states SGLang returns for it",
+            remedy=f"use one of: {', '.join(sorted(MECHANISMS))}",
+            code="unsupported_model",
+        ) from None

@@ -1,0 +1,198 @@
+"""What the supervisor and a replica's ranks say to each other: messages, and the spec a rank starts from.
+
+msgspec structs over pyzmq (one DEALER per rank, one ROUTER at the supervisor, identity "REPLICA.RANK").
+Requests (supervisor to rank) reject unknown fields; reports (rank to supervisor) ignore them. Every
+connection starts with `Hello`, which carries `PROTOCOL_VERSION`; a mismatch ends the connection with both
+versions named. No torch, no sglang, no clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from extractor.plan import Geometry
+from extractor.taps import TapSelection
+
+PROTOCOL_VERSION = 1
+
+
+class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything a rank needs to know before the first shard; a JSON file in the run folder.
+
+    Attributes:
+        model_folder: local folder of the model.
+        trust_remote_code: as in run.toml.
+        dtype: precision of the computation.
+        device: "cuda" or "cpu".
+        attention_backend: None takes SGLang's choice (on the CPU: torch_native).
+        mem_fraction: upper bound on the share of GPU memory, or None.
+        sglang_args: further `ServerArgs` fields.
+        taps: what to store.
+        hidden_size: H.
+        vocab_size: ids must be below it.
+        store_dtype: precision on disk.
+        geometry: token budgets of batch and shard.
+        max_batch_samples: samples in the fullest batch of the plan.
+        prepared: folder of the prepared data set.
+        num_samples: how many of its samples the run takes.
+        output: the output folder.
+        fingerprint: identity of the data set, written into every shard.
+        replica: name of the replica, for part folders.
+        writer_threads: threads that write to disk.
+        buffers: host buffers, each as large as one batch of states.
+        endpoint: ZeroMQ address of the supervisor.
+    """
+
+    model_folder: str
+    trust_remote_code: bool
+    dtype: str
+    device: Literal["cuda", "cpu"]
+    attention_backend: str | None
+    mem_fraction: float | None
+    sglang_args: dict[str, Any]
+    taps: TapSelection
+    hidden_size: int
+    vocab_size: int
+    store_dtype: str
+    geometry: Geometry
+    max_batch_samples: int
+    prepared: str
+    num_samples: int
+    output: str
+    fingerprint: str
+    replica: str
+    writer_threads: int
+    buffers: int
+    endpoint: str
+
+
+class Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Supervisor to rank."""
+
+
+class WorkShard(Request, frozen=True):
+    """Compute, write and commit this shard of the plan."""
+
+    shard: int
+
+
+class Finish(Request, frozen=True):
+    """No more shards will come: commit what is in hand, then exit."""
+
+
+class Stop(Request, frozen=True):
+    """Stop after the batch in flight: commit shards that are complete, drop the one that is not, exit."""
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """Rank to supervisor."""
+
+
+class Hello(Report, frozen=True):
+    """First message of a rank.
+
+    Attributes:
+        pid: process id.
+        start_time: start of the process in seconds since the epoch (with pid: its identity).
+        versions: of python, torch, sglang, transformers.
+    """
+
+    protocol: int
+    pid: int
+    start_time: float
+    versions: dict[str, str]
+
+
+class Stage(Report, frozen=True):
+    """Where a rank is on its way to Ready: "import", "load", "proof"."""
+
+    name: str
+
+
+class ProofLine(msgspec.Struct, frozen=True):
+    """One check of the start-up proof: its largest per-token error and the bound it stayed under."""
+
+    subject: str
+    max_rel_err: float
+    bound: float
+
+
+class Ready(Report, frozen=True):
+    """The model is loaded and the start-up proof has passed.
+
+    Attributes:
+        load_s: seconds from process start to here.
+        proof: the checks that passed.
+        settings: the SGLang settings in force that matter, for dataset.json.
+        buffer_bytes: host memory of the buffer pool.
+    """
+
+    load_s: float
+    proof: tuple[ProofLine, ...]
+    settings: dict[str, Any]
+    buffer_bytes: int
+
+
+class BatchDone(Report, frozen=True):
+    """A batch was computed and handed to the writers.
+
+    Attributes:
+        shard: its shard.
+        batch: its number within the shard.
+        num_tokens: its tokens.
+        stall_s: seconds the computation waited for a free buffer (the disk is slower than the device).
+    """
+
+    shard: int
+    batch: int
+    num_tokens: int
+    stall_s: float
+
+
+class ShardDone(Report, frozen=True):
+    """A shard has its final name.
+
+    Attributes:
+        num_bytes: of all its files.
+        quarantined: samples left out of it.
+    """
+
+    shard: int
+    num_samples: int
+    num_tokens: int
+    num_supervised: int
+    num_bytes: int
+    quarantined: int
+
+
+class ShardFailed(Report, frozen=True):
+    """A shard could not be written; nothing of it has a final name."""
+
+    shard: int
+    error: str
+    error_type: str
+
+
+class Failed(Report, frozen=True):
+    """The rank cannot go on: an error that is the same for every shard."""
+
+    code: str
+    message: str
+    remedy: str | None
+    trace: str
+
+
+class Bye(Report, frozen=True):
+    """Last message of a rank."""
+
+    peak_rss_bytes: int
+
+
+AnyRequest = WorkShard | Finish | Stop
+AnyReport = Hello | Stage | Ready | BatchDone | ShardDone | ShardFailed | Failed | Bye
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
+decode_report = msgspec.msgpack.Decoder(AnyReport).decode
