@@ -1,0 +1,227 @@
+"""Hidden states by plain transformers: the independent answer that extracted states are compared with.
+
+Owns the reference pass and the measure of error. It shares nothing with SGLang and nothing with the
+engine; it runs one sample at a time, unpadded, in eval mode, without gradients, without TF32.
+
+Invariants: a boundary B(k) is what enters decoder layer k, taken by a hook there (never from
+`output_hidden_states`, whose last entry has the final norm applied in some classes and not in others);
+B(n) is what enters the final norm; every hook fires exactly once per pass.
+
+Shapes: T tokens of one sample, H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import torch
+
+from extractor.errors import PreflightError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from extractor.taps import Tap
+
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+
+DECODERS = ("model", "model.language_model", "language_model.model", "language_model")
+"""Where classes of transformers keep the stack of decoder layers with its final norm."""
+
+NORMS = ("norm", "final_layernorm")
+
+
+class ErrorSummary(msgspec.Struct, frozen=True):
+    """Errors of a number of tokens, relative.
+
+    Attributes:
+        maximum: the largest; inf when a state is not finite.
+        p99: the 99th percentile.
+        num_tokens: how many tokens.
+    """
+
+    maximum: float
+    p99: float
+    num_tokens: int
+
+
+class Reference:
+    """A model of transformers that gives the boundaries of single samples.
+
+    Attributes:
+        num_layers: n, the number of decoder layers.
+        hidden_size: H.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        dtype: ComputeDtype = "float32",
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Loads the weights; blocking, seconds to minutes.
+
+        Raises:
+            PreflightError: transformers cannot load the folder, or the class has no known decoder stack.
+        """
+        self._model = _load(model_folder, dtype, device, trust_remote_code)
+        self._device = device
+        self._decoder, self._norm = _find_decoder(self._model)
+        self.num_layers = len(self._decoder.layers)
+        self.hidden_size = int(self._norm.weight.shape[0])
+
+    @torch.no_grad()
+    def states(self, input_ids: npt.NDArray[np.int32], taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
+        """The states of one sample.
+
+        Args:
+            input_ids: token ids, int32 [T].
+            taps: which; any subset of `embed`, layers, `final` and `normed`.
+
+        Returns:
+            Tap name -> float32 [T, H] on the CPU, whatever precision they were computed in.
+
+        Raises:
+            PreflightError: the class does not call its layers or its final norm as expected.
+        """
+        taken: dict[str, list[torch.Tensor]] = {tap.name: [] for tap in taps}
+        hooks = [self._hook(tap, taken[tap.name]) for tap in taps]
+        ids_1T = torch.tensor(input_ids, dtype=torch.int64, device=self._device)[None]  # noqa: N806
+        try:
+            with _exact_float32():
+                self._decoder(input_ids=ids_1T, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        expected = (1, len(input_ids), self.hidden_size)
+        for name, tensors in taken.items():
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            if shapes != [expected]:
+                raise PreflightError(
+                    f"{type(self._model).__name__} cannot serve as reference: {name} was seen with shapes "
+                    f"{shapes}, expected one of {expected}",
+                    code="reference",
+                )
+        return {name: tensors[0][0].float().cpu() for name, tensors in taken.items()}
+
+    @torch.no_grad()
+    def normalized(self, states: torch.Tensor) -> torch.Tensor:
+        """The final norm applied to states [T, H], float32 [T, H]."""
+        weight = self._norm.weight
+        result: torch.Tensor = self._norm(states.to(device=weight.device, dtype=weight.dtype))
+        return result.float().cpu()
+
+    def _hook(self, tap: Tap, taken: list[torch.Tensor]) -> Any:
+        """Appends the state of a tap to `taken` whenever it passes."""
+
+        def on_output(_module: Any, _args: Any, output: torch.Tensor) -> None:
+            taken.append(output.clone())
+
+        def on_input(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            taken.append((args[0] if args else kwargs["hidden_states"]).clone())
+
+        if tap.is_normed:
+            return self._norm.register_forward_hook(on_output)
+        is_last = tap.boundary == self.num_layers
+        module = self._norm if is_last else self._decoder.layers[tap.boundary]
+        return module.register_forward_pre_hook(on_input, with_kwargs=True)
+
+
+def token_errors(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Relative error of each token: the norm of a - b over the norm of b, over the hidden dimension.
+
+    A norm over a whole sample would hide everything behind the few tokens with massive activations.
+
+    Args:
+        a: states [T, H], any floating dtype.
+        b: the reference, [T, H].
+
+    Returns:
+        float32 [T]; inf where `a` is not finite, or where only `b` is zero.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"states of shape {tuple(a.shape)} cannot be compared with {tuple(b.shape)}")
+    a64, b64 = a.double(), b.double()
+    difference = torch.linalg.vector_norm(a64 - b64, dim=-1)
+    size = torch.linalg.vector_norm(b64, dim=-1)
+    errors = torch.where(difference == 0, difference, difference / size)
+    return torch.nan_to_num(errors, nan=float("inf"), posinf=float("inf")).float()
+
+
+def summarize(errors: Sequence[torch.Tensor]) -> ErrorSummary:
+    """Maximum and 99th percentile over the tokens of several samples, each float32 [T].
+
+    Raises:
+        ValueError: there is no token.
+    """
+    joined = torch.cat(list(errors))
+    # By rank, not interpolated: an infinite error must not turn the percentile below it into NaN.
+    rank = max(1, -(-len(joined) * 99 // 100))
+    return ErrorSummary(
+        maximum=joined.max().item(), p99=joined.kthvalue(rank).values.item(), num_tokens=len(joined)
+    )
+
+
+@contextlib.contextmanager
+def _exact_float32() -> Iterator[None]:
+    """Float32 products in float32: no TF32 on a GPU, no bfloat16 on a CPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _load(folder: Path, dtype: str, device: str, trust_remote_code: bool) -> Any:
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        transformers.utils.logging.disable_progress_bar()
+        # Multimodal classes are not among AutoModelForCausalLM's; a class of the folder's own code is.
+        name = (config.architectures or [""])[0]
+        model_class = getattr(transformers, name, transformers.AutoModelForCausalLM)
+        model = model_class.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise PreflightError(
+            f"transformers cannot load {folder}: {error}",
+            remedy="verify without --against transformers",
+            code="reference",
+        ) from error
+    return model.to(device).eval()
+
+
+def _find_decoder(model: Any) -> tuple[Any, Any]:
+    """The module that holds the decoder layers, and its final norm."""
+    for path in DECODERS:
+        try:
+            decoder = model.get_submodule(path)
+        except AttributeError:
+            continue
+        norms = [getattr(decoder, name) for name in NORMS if hasattr(decoder, name)]
+        if norms and isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList):
+            return decoder, norms[0]
+    raise PreflightError(
+        f"{type(model).__name__} cannot serve as reference: no decoder layers with a final norm "
+        f"were found in {', '.join(DECODERS)}",
+        remedy="verify without --against transformers",
+        code="reference",
+    )
