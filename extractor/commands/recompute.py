@@ -1,0 +1,226 @@
+"""Stored states judged by plain transformers: how far off is each tap, how far may it be, and why.
+
+Owns the bounds (what counts as equal in which precision) and the diagnosis (which other tensor a wrong
+tap looks like). Where samples are stored and how a report is printed is not its business.
+
+Invariants: error is per token (`extractor.reference.token_errors`), so a few tokens with massive
+activations hide nothing; every tap that is stored is judged; a state that is not finite fails its tap.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+
+from extractor.errors import DatasetError
+from extractor.reference import ComputeDtype, ErrorSummary, Reference, summarize, token_errors
+from extractor.taps import Tap, TapSelection, make_tap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+FLOAT32_BOUND = 1e-5
+"""Largest error of a token between two exact float32 implementations. Measured 0 to 5e-7 (SGLang on CPU)."""
+
+SIGNIFICANT_BITS: Mapping[str, int] = {"float32": 24, "float16": 11, "bfloat16": 8}
+"""Precision of a dtype: rounding to it changes a value by at most 2**-bits of it."""
+
+YARDSTICK = 1.5
+"""How much larger than transformers' own error in the same narrow precision ours may be."""
+
+DIAGNOSED_SAMPLES = 3
+"""Samples from which a wrong tap is explained; all of them show the same cause."""
+
+
+class StoredSample(NamedTuple):
+    """A sample as it is in the store.
+
+    Attributes:
+        sample_id: its id.
+        input_ids: int32 [T].
+        states: tap name -> states [T, H], in the dtype of the store.
+    """
+
+    sample_id: str
+    input_ids: npt.NDArray[np.int32]
+    states: Mapping[str, torch.Tensor]
+
+
+class TapReport(msgspec.Struct, frozen=True):
+    """The judgement on one tap; errors are relative, per token, inf where a state is not finite.
+
+    Attributes:
+        name: of the tap.
+        max_rel_err: error of the worst token.
+        bound: what `max_rel_err` may be at most.
+        p99: 99th percentile of the errors.
+        p99_bound: what `p99` may be at most.
+        looks_like: what the tap holds instead of what it should, when that is known.
+    """
+
+    name: str
+    max_rel_err: float
+    bound: float
+    p99: float
+    p99_bound: float
+    looks_like: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Both errors are within their bounds."""
+        return self.max_rel_err <= self.bound and self.p99 <= self.p99_bound
+
+
+class CompareReport(msgspec.Struct, frozen=True):
+    """The judgement on a number of samples.
+
+    Attributes:
+        taps: one report per stored tap, in stored order.
+        num_samples: samples compared.
+        num_tokens: their tokens.
+    """
+
+    taps: tuple[TapReport, ...]
+    num_samples: int
+    num_tokens: int
+
+    @property
+    def ok(self) -> bool:
+        """Every tap is within its bounds."""
+        return all(tap.ok for tap in self.taps)
+
+
+def compare_with_transformers(
+    samples: Sequence[StoredSample],
+    *,
+    model_folder: Path,
+    taps: TapSelection,
+    stored_dtype: ComputeDtype,
+    compute_dtype: ComputeDtype,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> CompareReport:
+    """Recomputes samples with transformers and judges what is stored. Blocking; loads the model.
+
+    Computed in float32: the error of every token is at most 1e-5, plus the rounding of a narrower store.
+    Computed in a narrower dtype: at most 1.5 times what transformers computes itself in that dtype, against
+    the same float32 reference on the same samples, at the maximum and at the 99th percentile.
+
+    Args:
+        samples: what is stored; at least one.
+        model_folder: the model, in Hugging Face form.
+        taps: what each sample's `states` hold.
+        stored_dtype: precision on disk.
+        compute_dtype: precision that the run computed in.
+        device: where transformers computes.
+        trust_remote_code: may code from the model folder be run.
+
+    Raises:
+        DatasetError: there is no sample.
+        PreflightError: transformers cannot load the model or does not give its boundaries.
+    """
+    if not samples:
+        raise DatasetError("there is no stored sample to compare", remedy="verify an output that has samples")
+    reference = Reference(model_folder, "float32", device, trust_remote_code)
+    peer = (
+        None
+        if compute_dtype == "float32"
+        else Reference(model_folder, compute_dtype, device, trust_remote_code)
+    )
+    ours: dict[str, list[torch.Tensor]] = {name: [] for name in taps.names}
+    theirs: dict[str, list[torch.Tensor]] = {name: [] for name in taps.names}
+    for sample in samples:
+        exact = reference.states(sample.input_ids, taps.taps)
+        rounded = peer.states(sample.input_ids, taps.taps) if peer else {}
+        for name in taps.names:
+            ours[name].append(token_errors(sample.states[name].cpu(), exact[name]))
+            if peer:
+                theirs[name].append(token_errors(rounded[name], exact[name]))
+    reports = []
+    for tap in taps.taps:
+        yardstick = summarize(theirs[tap.name]) if peer else None
+        report = _judge(tap.name, summarize(ours[tap.name]), yardstick, stored_dtype, compute_dtype)
+        if not report.ok:
+            likeness = _likeness(tap, samples[:DIAGNOSED_SAMPLES], reference)
+            report = msgspec.structs.replace(report, looks_like=likeness)
+        reports.append(report)
+    return CompareReport(tuple(reports), len(samples), sum(len(sample.input_ids) for sample in samples))
+
+
+def _judge(
+    name: str,
+    ours: ErrorSummary,
+    yardstick: ErrorSummary | None,
+    stored_dtype: ComputeDtype,
+    compute_dtype: ComputeDtype,
+) -> TapReport:
+    slack = FLOAT32_BOUND
+    if SIGNIFICANT_BITS[stored_dtype] < SIGNIFICANT_BITS[compute_dtype]:
+        slack += 2.0 ** -SIGNIFICANT_BITS[stored_dtype]
+    if yardstick is None:
+        bound = p99_bound = slack
+    else:
+        # Slack also where theirs is exact: an embedding that the checkpoint holds in this dtype has error 0.
+        bound = YARDSTICK * yardstick.maximum + slack
+        p99_bound = YARDSTICK * yardstick.p99 + slack
+    return TapReport(name, ours.maximum, bound, ours.p99, p99_bound)
+
+
+def _likeness(tap: Tap, samples: Sequence[StoredSample], reference: Reference) -> str | None:
+    """What a wrong tap fits clearly better than what it should be, or None."""
+    fits: dict[str, list[torch.Tensor]] = {}
+    for sample in samples:
+        stored = sample.states[tap.name].cpu()
+        for description, expected, late_rows in _suspects(tap, sample.input_ids, reference):
+            num_rows = len(expected) - abs(late_rows)
+            first = max(0, late_rows)
+            errors = token_errors(
+                stored[first : first + num_rows], expected[first - late_rows : first - late_rows + num_rows]
+            )
+            fits.setdefault(description, []).append(errors)
+    # The median: the first token's massive activations differ little between layers, most tokens much.
+    medians = {description: torch.cat(errors).median().item() for description, errors in fits.items()}
+    own = medians.pop("")
+    best = min(medians, key=medians.__getitem__)
+    return best if medians[best] < own / 2 and math.isfinite(medians[best]) else None
+
+
+def _suspects(
+    tap: Tap, input_ids: npt.NDArray[np.int32], reference: Reference
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """What a tap may hold: first itself (described by ""), then what it is mistaken for.
+
+    Yields:
+        Description, states [T, H], and by how many rows they are late (negative: early).
+    """
+    n = reference.num_layers
+    normed = Tap(n, True, "normed")
+    neighbours = [make_tap(k, n) for k in (tap.boundary - 1, tap.boundary + 1) if 0 <= k <= n]
+    wanted = {wanted.name: wanted for wanted in (tap, *neighbours, make_tap(n, n), normed)}
+    states = reference.states(input_ids, list(wanted.values()))
+    own = states[tap.name]
+    yield "", own, 0
+    for neighbour in neighbours:
+        if tap.is_normed and neighbour.boundary == n:
+            continue
+        side = "one layer early" if neighbour.boundary < tap.boundary else "one layer late"
+        found = states[neighbour.name]
+        if tap.is_normed:
+            found = reference.normalized(found)
+        yield f"{tap.name} looks like {neighbour.name}: {side}", found, 0
+    once = reference.normalized(own)
+    if tap.is_normed:
+        yield "normed is final: the norm is not applied", states["final"], 0
+        yield "normed has the norm applied twice", once, 0
+    else:
+        yield f"{tap.name} has the norm applied", once, 0
+        yield f"{tap.name} has the norm applied twice", reference.normalized(once), 0
+    yield f"{tap.name} has its rows one token late", own, 1
+    yield f"{tap.name} has its rows one token early", own, -1

@@ -1,0 +1,202 @@
+"""What `verify --against transformers` says about states that are right, rounded, or wrong in a known way."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from extractor.commands.recompute import StoredSample, compare_with_transformers
+from extractor.errors import DatasetError
+from extractor.reference import Reference
+from extractor.taps import Tap, TapSelection, make_tap, select
+
+NUM_LAYERS = 6
+VOCAB = 101
+TAPS = select(num_layers=NUM_LAYERS, layers=[1, 3], embed=True, final=True, normed=True, convention="after")
+EVERY_TAP = [make_tap(k, NUM_LAYERS) for k in range(NUM_LAYERS + 1)] + [Tap(NUM_LAYERS, True, "normed")]
+
+States = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=NUM_LAYERS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        # Large enough that a layer changes the stream: with the usual 0.02 neighbours would be alike.
+        initializer_range=0.2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(0.5, 2.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def every_state(model_folder: Path) -> list[tuple[np.ndarray, States]]:
+    """Three samples with all boundaries and `normed`, float32."""
+    reference = Reference(model_folder)
+    rng = np.random.default_rng(1)
+    samples = [rng.integers(0, VOCAB, length).astype(np.int32) for length in (40, 17, 64)]
+    return [(ids, reference.states(ids, EVERY_TAP)) for ids in samples]
+
+
+def stored(every_state, change: Callable[[States], States] = lambda states: states) -> list[StoredSample]:
+    """Samples as a store would hold them: `change` says what each tap holds."""
+    samples = []
+    for number, (ids, states) in enumerate(every_state):
+        kept = {name: states[name] for name in TAPS.names} | change(states)
+        samples.append(StoredSample(f"s{number}", ids, {name: kept[name] for name in TAPS.names}))
+    return samples
+
+
+def compare(
+    samples, model_folder, stored_dtype="float32", compute_dtype="float32", taps: TapSelection = TAPS
+):
+    return compare_with_transformers(
+        samples, model_folder=model_folder, taps=taps, stored_dtype=stored_dtype, compute_dtype=compute_dtype
+    )
+
+
+def looks_like(report) -> dict[str, str | None]:
+    return {tap.name: tap.looks_like for tap in report.taps if not tap.ok}
+
+
+def test_right_states_pass_with_every_tap_reported(every_state, model_folder):
+    report = compare(stored(every_state), model_folder)
+
+    assert report.ok
+    assert [tap.name for tap in report.taps] == list(TAPS.names)
+    assert all(tap.max_rel_err <= 1e-6 and tap.bound == 1e-5 for tap in report.taps)
+    assert (report.num_samples, report.num_tokens) == (3, 121)
+
+
+def test_one_token_that_is_off_fails_its_tap_alone(every_state, model_folder):
+    def nudge(states):
+        changed = states["layer_003"].clone()
+        changed[5] *= 1.0001
+        return {"layer_003": changed}
+
+    report = compare(stored(every_state, nudge), model_folder)
+
+    assert looks_like(report) == {"layer_003": None}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_of_a_narrow_store_is_allowed_for_but_no_more(every_state, model_folder, dtype):
+    narrow = getattr(torch, dtype)
+
+    def rounded(states):
+        return {name: states[name].to(narrow) for name in TAPS.names}
+
+    def off(states):
+        return {name: (states[name] * 1.02).to(narrow) for name in TAPS.names}
+
+    assert compare(stored(every_state, rounded), model_folder, stored_dtype=dtype).ok
+    assert not compare(stored(every_state, rounded), model_folder, stored_dtype="float32").ok
+    assert not compare(stored(every_state, off), model_folder, stored_dtype=dtype).ok
+
+
+@pytest.mark.parametrize(
+    ("planted", "verdict"),
+    [
+        ("layer_002", "layer_003 looks like layer_002: one layer early"),
+        ("layer_004", "layer_003 looks like layer_004: one layer late"),
+    ],
+)
+def test_a_tap_that_is_one_layer_off_is_named(every_state, model_folder, planted, verdict):
+    report = compare(stored(every_state, lambda states: {"layer_003": states[planted]}), model_folder)
+
+    assert looks_like(report) == {"layer_003": verdict}
+
+
+def test_a_final_that_is_one_layer_early_is_named(every_state, model_folder):
+    report = compare(stored(every_state, lambda states: {"final": states["layer_004"]}), model_folder)
+
+    assert looks_like(report) == {"final": "final looks like layer_004: one layer early"}
+
+
+def test_norm_variants_are_named(every_state, model_folder):
+    reference = Reference(model_folder)
+    once = compare(stored(every_state, lambda states: {"final": states["normed"]}), model_folder)
+    twice = compare(
+        stored(every_state, lambda states: {"normed": reference.normalized(states["normed"])}), model_folder
+    )
+    never = compare(stored(every_state, lambda states: {"normed": states["final"]}), model_folder)
+
+    assert looks_like(once) == {"final": "final has the norm applied"}
+    assert looks_like(twice) == {"normed": "normed has the norm applied twice"}
+    assert looks_like(never) == {"normed": "normed is final: the norm is not applied"}
+
+
+@pytest.mark.parametrize(("shift", "word"), [(1, "late"), (-1, "early")])
+def test_rows_that_are_one_token_off_are_named(every_state, model_folder, shift, word):
+    report = compare(
+        stored(every_state, lambda states: {"layer_001": states["layer_001"].roll(shift, 0)}), model_folder
+    )
+
+    assert looks_like(report) == {"layer_001": f"layer_001 has its rows one token {word}"}
+
+
+def test_a_state_that_is_not_finite_fails(every_state, model_folder):
+    def break_one(states):
+        changed = states["final"].clone()
+        changed[3, 7] = float("nan")
+        return {"final": changed}
+
+    report = compare(stored(every_state, break_one), model_folder)
+
+    assert looks_like(report) == {"final": None}
+    assert report.taps[-2].max_rel_err == float("inf")
+
+
+def test_a_bfloat16_run_is_measured_by_transformers_own_bfloat16_error(every_state, model_folder):
+    peer = Reference(model_folder, "bfloat16")
+    samples = [
+        StoredSample(
+            "s", ids, {name: state.bfloat16() for name, state in peer.states(ids, TAPS.taps).items()}
+        )
+        for ids, _ in every_state
+    ]
+
+    report = compare(samples, model_folder, stored_dtype="bfloat16", compute_dtype="bfloat16")
+
+    assert report.ok
+    final = report.taps[TAPS.names.index("final")]
+    assert final.bound == pytest.approx(1.5 * final.max_rel_err, rel=0.01)
+    assert final.p99_bound == pytest.approx(1.5 * final.p99, rel=0.01)
+
+
+def test_a_bfloat16_run_that_is_one_layer_off_fails_and_is_named(every_state, model_folder):
+    peer = Reference(model_folder, "bfloat16")
+    samples = []
+    for ids, _ in every_state:
+        states = peer.states(ids, EVERY_TAP)
+        samples.append(StoredSample("s", ids, {**states, "layer_003": states["layer_002"]}))
+
+    report = compare(samples, model_folder, stored_dtype="bfloat16", compute_dtype="bfloat16")
+
+    assert looks_like(report) == {"layer_003": "layer_003 looks like layer_002: one layer early"}
+
+
+def test_a_sample_of_one_token_can_be_judged(every_state, model_folder):
+    first_id = every_state[0][0][:1]
+    states = Reference(model_folder).states(first_id, EVERY_TAP)
+    wrong = StoredSample("s", first_id, {**states, "final": states["normed"]})
+
+    assert looks_like(compare([wrong], model_folder)) == {"final": "final has the norm applied"}
+
+
+def test_no_sample_is_no_proof(model_folder):
+    with pytest.raises(DatasetError, match="no stored sample"):
+        compare([], model_folder)
