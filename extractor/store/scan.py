@@ -1,0 +1,189 @@
+"""What of a plan is on the disk already: the truth that a resume starts from.
+
+Reads folders; `clean_parts` is the only thing here that removes anything, and only leftovers. Invariants:
+nothing counts as done by its name alone; a damaged shard is never touched here, it is replaced when its
+successor is complete (`extractor.store.folder`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from extractor.errors import StoreError
+from extractor.store import atomic, names
+from extractor.store.damage import Damage, damage_of, read_tokens, shard_damages
+from extractor.store.record import ShardRecord, read_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from extractor.plan import Shard
+
+
+class ScanResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found.
+
+    Attributes:
+        done: shard index -> record of the shards that are complete and as planned.
+        bad: shard index -> what is wrong, of shards that have their final name and are not done.
+        missing: planned shards of which nothing has its final name.
+        unplanned: folders with the name of a shard that the plan does not know.
+        parts: folders left behind by writers that stopped.
+    """
+
+    done: dict[int, ShardRecord]
+    bad: dict[int, tuple[Damage, ...]]
+    missing: tuple[int, ...]
+    unplanned: tuple[int, ...]
+    parts: tuple[Path, ...]
+
+    @property
+    def to_do(self) -> tuple[int, ...]:
+        """Planned shards that must be computed, ascending."""
+        return tuple(sorted([*self.bad, *self.missing]))
+
+
+def scan(
+    output: Path,
+    planned: Sequence[Shard],
+    fingerprint: str,
+    *,
+    taps: Sequence[str] | None = None,
+    checksums: bool = False,
+) -> ScanResult:
+    """Compares the plan with the disk. Blocking; reads little unless `checksums` is set.
+
+    Args:
+        output: the output folder; it need not exist.
+        planned: the plan.
+        fingerprint: of the data set that the shards must belong to.
+        taps: taps that a shard must hold to count as done; None takes what it holds.
+        checksums: also read every byte of every shard.
+
+    Raises:
+        AccessError: the folder may not be read.
+        StoreError: the folder cannot be read.
+    """
+    final, parts = _folders(output)
+    done: dict[int, ShardRecord] = {}
+    bad: dict[int, tuple[Damage, ...]] = {}
+    missing: list[int] = []
+    for shard in planned:
+        if shard.index not in final:
+            missing.append(shard.index)
+            continue
+        folder = names.shard_folder(output, shard.index)
+        try:
+            record = read_record(folder)
+        except StoreError as error:
+            bad[shard.index] = (damage_of(folder / names.RECORD, error),)
+            continue
+        found = shard_damages(
+            folder, index=shard.index, fingerprint=fingerprint, checksums=checksums, record=record
+        )
+        found = found or [*_sample_damages(folder, record, shard), *_tap_damages(folder, record, taps)]
+        if found:
+            bad[shard.index] = tuple(found)
+        else:
+            done[shard.index] = record
+    known = {shard.index for shard in planned}
+    return ScanResult(
+        done=done, bad=bad, missing=tuple(missing), unplanned=tuple(sorted(final - known)), parts=tuple(parts)
+    )
+
+
+def committed(output: Path) -> Iterator[tuple[Path, ShardRecord]]:
+    """Folder and record of every shard with a final name, ascending; nothing else is checked. Blocking.
+
+    Raises:
+        StoreError: a record is missing or damaged.
+        AccessError: the folder may not be read.
+    """
+    for index in sorted(shard_indices(output)):
+        folder = names.shard_folder(output, index)
+        yield folder, read_record(folder)
+
+
+def shard_indices(output: Path) -> set[int]:
+    """Numbers of the folders that have the final name of a shard. Blocking.
+
+    Raises:
+        AccessError: the folder may not be read.
+        StoreError: the folder cannot be read.
+    """
+    return _folders(output)[0]
+
+
+def clean_parts(output: Path) -> list[Path]:
+    """Removes the folders of shards that were never finished; needs the output's lease. Blocking.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        AccessError: a folder may not be removed.
+        StoreError: a folder cannot be removed.
+    """
+    parts = _folders(output)[1]
+    for part in parts:
+        try:
+            shutil.rmtree(part)
+        except OSError as error:
+            raise atomic.explain(error, part, "removed") from error
+    return parts
+
+
+def _folders(output: Path) -> tuple[set[int], list[Path]]:
+    """Shard numbers and part folders below `output`."""
+    root = output / names.SHARDS
+    final: set[int] = set()
+    parts: list[Path] = []
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                index = names.shard_index(entry.name)
+                # A shard may have been moved to another disk and linked; a leftover is never followed.
+                if index is not None and entry.is_dir():
+                    final.add(index)
+                elif names.is_part(entry.name) and entry.is_dir(follow_symlinks=False):
+                    parts.append(Path(entry.path))
+    except FileNotFoundError:
+        return set(), []
+    except OSError as error:
+        raise atomic.explain(error, root, "read") from error
+    return final, sorted(parts)
+
+
+def _sample_damages(folder: Path, record: ShardRecord, shard: Shard) -> list[Damage]:
+    """Whether stored and quarantined samples together are the planned ones, in the planned order."""
+    path = folder / names.TOKENS
+    try:
+        tokens = read_tokens(folder)
+    except StoreError as error:
+        return [damage_of(path, error)]
+    left_out = {entry.sample_index for entry in record.quarantined}
+    expected = [index for index in shard.samples if index not in left_out]
+    if not left_out <= set(shard.samples) or not np.array_equal(tokens.sample_index, expected):
+        path = folder / names.TOKENS
+        return [
+            Damage(
+                str(path),
+                "wrong_samples",
+                f"{path}: holds other samples than planned for shard {shard.index}",
+            )
+        ]
+    return []
+
+
+def _tap_damages(folder: Path, record: ShardRecord, taps: Sequence[str] | None) -> list[Damage]:
+    absent = sorted(set(taps or ()) - {tap.name for tap in record.taps})
+    return [
+        Damage(str(folder), "tap_missing", f"{folder}: tap {name} is not stored in this shard")
+        for name in absent
+    ]
