@@ -10,7 +10,7 @@ activations hide nothing; every tap that is stored is judged; a state that is no
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    import numpy as np
-    import numpy.typing as npt
+    from extractor.store.reader import StoredSample
 
 FLOAT32_BOUND = 1e-5
 """Largest error of a token between two exact float32 implementations. Measured 0 to 5e-7 (SGLang on CPU)."""
@@ -37,20 +36,6 @@ YARDSTICK = 1.5
 
 DIAGNOSED_SAMPLES = 3
 """Samples from which a wrong tap is explained; all of them show the same cause."""
-
-
-class StoredSample(NamedTuple):
-    """A sample as it is in the store.
-
-    Attributes:
-        sample_id: its id.
-        input_ids: int32 [T].
-        states: tap name -> states [T, H], in the dtype of the store.
-    """
-
-    sample_id: str
-    input_ids: npt.NDArray[np.int32]
-    states: Mapping[str, torch.Tensor]
 
 
 class TapReport(msgspec.Struct, frozen=True):
@@ -137,8 +122,8 @@ def compare_with_transformers(
     ours: dict[str, list[torch.Tensor]] = {name: [] for name in taps.names}
     theirs: dict[str, list[torch.Tensor]] = {name: [] for name in taps.names}
     for sample in samples:
-        exact = reference.states(sample.input_ids, taps.taps)
-        rounded = peer.states(sample.input_ids, taps.taps) if peer else {}
+        exact = reference.states(sample.input_ids.numpy(), taps.taps)
+        rounded = peer.states(sample.input_ids.numpy(), taps.taps) if peer else {}
         for name in taps.names:
             ours[name].append(token_errors(sample.states[name].cpu(), exact[name]))
             if peer:
@@ -178,7 +163,7 @@ def _likeness(tap: Tap, samples: Sequence[StoredSample], reference: Reference) -
     fits: dict[str, list[torch.Tensor]] = {}
     for sample in samples:
         stored = sample.states[tap.name].cpu()
-        for description, expected, late_rows in _suspects(tap, sample.input_ids, reference):
+        for description, expected, late_rows in _suspects(tap, sample, reference):
             num_rows = len(expected) - abs(late_rows)
             first = max(0, late_rows)
             errors = token_errors(
@@ -193,7 +178,7 @@ def _likeness(tap: Tap, samples: Sequence[StoredSample], reference: Reference) -
 
 
 def _suspects(
-    tap: Tap, input_ids: npt.NDArray[np.int32], reference: Reference
+    tap: Tap, sample: StoredSample, reference: Reference
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
     """What a tap may hold: first itself (described by ""), then what it is mistaken for.
 
@@ -204,7 +189,7 @@ def _suspects(
     normed = Tap(n, True, "normed")
     neighbours = [make_tap(k, n) for k in (tap.boundary - 1, tap.boundary + 1) if 0 <= k <= n]
     wanted = {wanted.name: wanted for wanted in (tap, *neighbours, make_tap(n, n), normed)}
-    states = reference.states(input_ids, list(wanted.values()))
+    states = reference.states(sample.input_ids.numpy(), list(wanted.values()))
     own = states[tap.name]
     yield "", own, 0
     for neighbour in neighbours:

@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 
-from extractor.commands.recompute import StoredSample, compare_with_transformers
+from extractor.commands.recompute import compare_with_transformers
 from extractor.errors import DatasetError
 from extractor.reference import Reference
+from extractor.store.reader import StoredSample
 from extractor.taps import Tap, TapSelection, make_tap, select
 
 NUM_LAYERS = 6
@@ -51,12 +52,16 @@ def every_state(model_folder: Path) -> list[tuple[np.ndarray, States]]:
     return [(ids, reference.states(ids, EVERY_TAP)) for ids in samples]
 
 
+def sample(ids: np.ndarray, states: States) -> StoredSample:
+    return StoredSample(0, torch.tensor(ids), torch.ones(len(ids), dtype=torch.uint8), states)
+
+
 def stored(every_state, change: Callable[[States], States] = lambda states: states) -> list[StoredSample]:
     """Samples as a store would hold them: `change` says what each tap holds."""
     samples = []
-    for number, (ids, states) in enumerate(every_state):
+    for ids, states in every_state:
         kept = {name: states[name] for name in TAPS.names} | change(states)
-        samples.append(StoredSample(f"s{number}", ids, {name: kept[name] for name in TAPS.names}))
+        samples.append(sample(ids, {name: kept[name] for name in TAPS.names}))
     return samples
 
 
@@ -163,9 +168,7 @@ def test_a_state_that_is_not_finite_fails(every_state, model_folder):
 def test_a_bfloat16_run_is_measured_by_transformers_own_bfloat16_error(every_state, model_folder):
     peer = Reference(model_folder, "bfloat16")
     samples = [
-        StoredSample(
-            "s", ids, {name: state.bfloat16() for name, state in peer.states(ids, TAPS.taps).items()}
-        )
+        sample(ids, {name: state.bfloat16() for name, state in peer.states(ids, TAPS.taps).items()})
         for ids, _ in every_state
     ]
 
@@ -182,7 +185,7 @@ def test_a_bfloat16_run_that_is_one_layer_off_fails_and_is_named(every_state, mo
     samples = []
     for ids, _ in every_state:
         states = peer.states(ids, EVERY_TAP)
-        samples.append(StoredSample("s", ids, {**states, "layer_003": states["layer_002"]}))
+        samples.append(sample(ids, {**states, "layer_003": states["layer_002"]}))
 
     report = compare(samples, model_folder, stored_dtype="bfloat16", compute_dtype="bfloat16")
 
@@ -192,7 +195,7 @@ def test_a_bfloat16_run_that_is_one_layer_off_fails_and_is_named(every_state, mo
 def test_a_sample_of_one_token_can_be_judged(every_state, model_folder):
     first_id = every_state[0][0][:1]
     states = Reference(model_folder).states(first_id, EVERY_TAP)
-    wrong = StoredSample("s", first_id, {**states, "final": states["normed"]})
+    wrong = sample(first_id, {**states, "final": states["normed"]})
 
     assert looks_like(compare([wrong], model_folder)) == {"final": "final has the norm applied"}
 
