@@ -5,36 +5,34 @@ demo needs no data set and no network. Lengths vary from about 60 to 600 tokens,
 several turns, some a system message.
 
 Invariants: the same Python version, number and seed give the same bytes; ids are unique; a record is one
-line of OpenAI messages. Modules named here are imported for their docstrings; nothing of them is called.
+line of OpenAI messages. Nothing is imported but the topics: docstrings are read from the source files.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import ast
 import json
 import math
 import random
 import re
-import warnings
+import sysconfig
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # As text, because a list of a hundred names would be a page of quotation marks.
 MODULES = """
-    argparse ast base64 bisect calendar collections concurrent.futures configparser contextlib copy csv
-    dataclasses datetime decimal difflib dis doctest email.message enum filecmp fileinput fractions
-    functools gettext glob graphlib gzip heapq html http.client http.cookiejar http.server imaplib
-    inspect io ipaddress itertools json json.decoder json.encoder logging logging.handlers mailbox math
-    mimetypes operator optparse pathlib pdb pickle pickletools platform plistlib poplib pprint profile
-    pstats queue random re sched secrets selectors shelve shlex shutil smtplib socket socketserver
+    argparse ast base64 bisect calendar collections configparser contextlib dataclasses datetime difflib
+    dis doctest email.message enum filecmp fileinput fractions functools glob graphlib gzip heapq html
+    http.client http.cookiejar http.server imaplib inspect ipaddress json json.decoder json.encoder
+    logging logging.handlers mimetypes operator optparse pathlib pdb pickle pickletools platform poplib
+    profile pstats queue random re sched secrets selectors shelve shutil smtplib socket socketserver
     statistics string subprocess tarfile tempfile textwrap threading timeit tokenize trace traceback
-    unittest unittest.mock urllib.parse urllib.request uuid warnings weakref xml.dom.minidom
+    unittest.mock urllib.parse urllib.request uuid warnings weakref xml.dom.minidom
     xml.etree.ElementTree xmlrpc.client zipfile
 """.split()  # noqa: SIM905
 
@@ -72,10 +70,7 @@ def build_conversations(target: Path, *, num_samples: int, seed: int) -> int:
         OSError: the file cannot be written.
     """
     rng = random.Random(seed)  # noqa: S311 -- a reproducible choice, nothing secret
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # we read about what is deprecated, too
-        library = list(_library())
-    places = [(book, first) for book in library for first in range(len(book.entries))]
+    places = [(book, first) for book in _library() for first in range(len(book.entries))]
     rng.shuffle(places)
     part = target.with_name(target.name + ".part")
     with part.open("w", encoding="utf-8", newline="\n") as file:
@@ -160,22 +155,25 @@ def _reference() -> Iterator[Book]:
 
 
 def _docstrings(module_name: str) -> Iterator[tuple[str, str]]:
-    """Public functions, classes and methods that a module defines and describes at some length."""
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError:  # an optional part of the standard library was not built
+    """Public functions, classes and methods that a module describes at some length.
+
+    Read from the source: what an imported module holds depends on what else the process has loaded.
+    """
+    source = Path(sysconfig.get_path("stdlib"), *module_name.split("."))
+    files = [path for path in (source.with_suffix(".py"), source / "__init__.py") if path.is_file()]
+    if not files:  # some distributions package parts of the standard library apart
         return
-    for name, value in sorted(vars(module).items()):
-        if name.startswith("_") or not callable(value) or getattr(value, "__module__", None) != module_name:
-            continue
-        if not inspect.isclass(value) and not inspect.isroutine(value):
-            continue
-        members = sorted(vars(value).items()) if inspect.isclass(value) else []
-        described = [(f"{module_name}.{name}", value)]
-        described += [
-            (f"{module_name}.{name}.{key}", member) for key, member in members if not key.startswith("_")
-        ]
-        for subject, member in described:
-            text = inspect.getdoc(member) if callable(member) else None
-            if text and len(text) >= SHORTEST_ANSWER:
-                yield subject, text
+    for node in ast.parse(files[0].read_bytes()).body:
+        yield from _described(node, module_name)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            for member in node.body:
+                yield from _described(member, f"{module_name}.{node.name}")
+
+
+def _described(node: ast.stmt, owner: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith(
+        "_"
+    ):
+        text = ast.get_docstring(node)
+        if text and len(text) >= SHORTEST_ANSWER:
+            yield f"{owner}.{node.name}", text
