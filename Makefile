@@ -1,0 +1,28 @@
+# Two commands set tapdeck up: `make demo` and `make test`. Each makes the environment when it is missing.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test lint bench
+
+demo: $(STAMP)  ## the whole job on this machine, no GPU needed
+	$(BIN)/tapdeck demo --headless
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## the same checks as CI and pre-commit
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+bench: $(STAMP)  ## measures, never asserts
+	$(BIN)/python -m pytest -p no:randomly -s tests/benchmarks
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --upgrade pip
+	$(BIN)/python -m pip install -e '.[test]'
+	touch $@
