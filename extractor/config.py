@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from pydantic_core import ErrorDetails
 
+DEFAULT_MAX_TOKENS = 8192
+
 PositiveInt = Annotated[int, Field(gt=0)]
 # TOML has arrays, which arrive as lists: only the container is lax, its items stay strict.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
@@ -114,7 +116,8 @@ class OutputSection(Section):
 class BatchSection(Section):
     """`[batch]`: what one forward pass holds."""
 
-    max_tokens: PositiveInt = 8192
+    max_tokens: PositiveInt | None = None
+    """Token budget; None takes 8192, or `data.max_len` where that is more."""
 
 
 class WriterSection(Section):
@@ -150,9 +153,14 @@ class RunConfig(Section):
     writer: WriterSection = Field(default_factory=WriterSection)
     nccl: NcclSection = Field(default_factory=NcclSection)
 
+    @property
+    def max_tokens(self) -> int:
+        """Token budget of a batch."""
+        return self.batch.max_tokens or max(DEFAULT_MAX_TOKENS, self.data.max_len)
+
     @model_validator(mode="after")
     def _sample_fits_batch(self) -> Self:
-        if self.data.max_len > self.batch.max_tokens:
+        if self.data.max_len > self.max_tokens:
             raise ValueError(
                 f"data.max_len = {self.data.max_len} is larger than batch.max_tokens = "
                 f"{self.batch.max_tokens}; a sample must fit one batch. Raise batch.max_tokens or lower data.max_len"
@@ -176,27 +184,39 @@ NCCL_PRESETS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads `run.toml`; relative paths in it are relative to its folder.
+def load(
+    path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """A configuration from `run.toml`, flags and overrides; later ones win.
+
+    Relative paths in the file are relative to its folder, all others to the current folder.
 
     Args:
-        path: the file.
+        path: the file; None starts from nothing.
         overrides: `key=value` with dotted keys; the value is TOML, or else a plain string.
+        flags: dotted keys to values.
 
     Raises:
         ConfigError: the file is missing or not TOML, or a key or value is wrong.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", remedy="name an existing run.toml") from error
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    tree: dict[str, Any] = {}
+    text = ""
+    if path is not None:
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = tomllib.loads(text)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}", remedy="name an existing run.toml") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        _anchor(tree, path.resolve().parent)
+    given: dict[str, Any] = {}
+    for key, value in (flags or {}).items():
+        set_key(given, key, value)
     for override in overrides:
-        apply_override(tree, override)
-    return build(tree, source=str(path), text=text, base=path.resolve().parent)
+        apply_override(given, override)
+    _anchor(given, Path.cwd())
+    return build(_merge(tree, given), source="the command line" if path is None else str(path), text=text)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -207,61 +227,72 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     """
     key, separator, raw = override.partition("=")
     if not separator or not key.strip():
-        raise ConfigError(f"--set {override!r}: expected key=value", remedy="for example --set batch.max_tokens=16384")
+        raise ConfigError(
+            f"--set {override!r}: expected key=value", remedy="for example --set batch.max_tokens=16384"
+        )
     try:
         value = tomllib.loads(f"v = {raw}")["v"]
     except tomllib.TOMLDecodeError:
         value = raw
-    *tables, leaf = key.strip().split(".")
+    set_key(tree, key.strip(), value)
+
+
+def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Sets one dotted key in a tree of tables, in place.
+
+    Raises:
+        ConfigError: the key runs through a value that is no table.
+    """
+    *tables, leaf = key.split(".")
     for table in tables:
         tree = tree.setdefault(table, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"--set {override!r}: {table} is a value, not a table")
+            raise ConfigError(f"{key}: {table} is a value, not a table")
     tree[leaf] = value
 
 
-def build(tree: Mapping[str, Any], *, source: str, text: str = "", base: Path | None = None) -> RunConfig:
+def build(tree: Mapping[str, Any], *, source: str, text: str = "") -> RunConfig:
     """Validates a tree of tables.
 
     Args:
-        tree: as parsed from TOML.
+        tree: as parsed from TOML, with absolute paths.
         source: what to call it in errors (a file name, "the command line").
         text: the TOML text, for line numbers.
-        base: folder that relative paths are relative to; None leaves them.
 
     Raises:
         ConfigError: with one line per fault.
     """
     try:
-        config = RunConfig.model_validate(tree)
+        return RunConfig.model_validate(tree)
     except ValidationError as error:
         faults = [_explain(fault, source, text) for fault in error.errors()]
         raise ConfigError("\n".join(faults)) from error
-    return config if base is None else _anchor(config, base)
 
 
-def _anchor(config: RunConfig, base: Path) -> RunConfig:
-    """Relative paths made absolute; a model path stays when no such folder exists (it is a hub id)."""
+def _merge(tree: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`tree` with the values of `over` in place of its own, table by table."""
+    merged = dict(tree)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
-    def absolute(path: str) -> str:
-        return str(base / Path(path).expanduser())
 
-    model_folder = base / Path(config.model.path).expanduser()
-    template = config.data.template
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(
-                update={"path": str(model_folder) if model_folder.exists() else config.model.path}
-            ),
-            "data": config.data.model_copy(
-                update={
-                    "files": tuple(absolute(file) for file in config.data.files),
-                    "template": None if template is None else absolute(template),
-                }
-            ),
-            "output": config.output.model_copy(update={"dir": absolute(config.output.dir)}),
-        }
-    )
+def _anchor(tree: dict[str, Any], base: Path) -> None:
+    """Makes the relative paths in a tree absolute, in place; a model path that is no folder is a hub id."""
+
+    def absolute(path: Any) -> Any:
+        return str(base / Path(path).expanduser()) if isinstance(path, str) else path
+
+    for table, key in (("output", "dir"), ("data", "template"), ("data", "files"), ("model", "path")):
+        section = tree.get(table)
+        if not isinstance(section, dict) or key not in section:
+            continue
+        value = section[key]
+        if isinstance(value, list):
+            section[key] = [absolute(item) for item in value]
+        elif key != "path" or (isinstance(value, str) and Path(absolute(value)).is_dir()):
+            section[key] = absolute(value)
 
 
 def _explain(fault: ErrorDetails, source: str, text: str) -> str:

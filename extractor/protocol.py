@@ -17,6 +17,8 @@ from extractor.taps import TapSelection
 
 PROTOCOL_VERSION = 1
 
+Dtype = Literal["bfloat16", "float16", "float32"]
+
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything a rank needs to know before the first shard; a JSON file in the run folder.
@@ -24,6 +26,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         model_folder: local folder of the model.
         trust_remote_code: as in run.toml.
+        allow_unverified_sglang: as in run.toml.
         dtype: precision of the computation.
         device: "cuda" or "cpu".
         attention_backend: None takes SGLang's choice (on the CPU: torch_native).
@@ -31,7 +34,6 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sglang_args: further `ServerArgs` fields.
         taps: what to store.
         hidden_size: H.
-        vocab_size: ids must be below it.
         store_dtype: precision on disk.
         geometry: token budgets of batch and shard.
         max_batch_samples: samples in the fullest batch of the plan.
@@ -47,15 +49,15 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model_folder: str
     trust_remote_code: bool
-    dtype: str
+    allow_unverified_sglang: bool
+    dtype: Dtype
     device: Literal["cuda", "cpu"]
     attention_backend: str | None
     mem_fraction: float | None
     sglang_args: dict[str, Any]
     taps: TapSelection
     hidden_size: int
-    vocab_size: int
-    store_dtype: str
+    store_dtype: Dtype
     geometry: Geometry
     max_batch_samples: int
     prepared: str
@@ -96,13 +98,11 @@ class Hello(Report, frozen=True):
     Attributes:
         pid: process id.
         start_time: start of the process in seconds since the epoch (with pid: its identity).
-        versions: of python, torch, sglang, transformers.
     """
 
     protocol: int
     pid: int
     start_time: float
-    versions: dict[str, str]
 
 
 class Stage(Report, frozen=True):
@@ -126,12 +126,14 @@ class Ready(Report, frozen=True):
         load_s: seconds from process start to here.
         proof: the checks that passed.
         settings: the SGLang settings in force that matter, for dataset.json.
+        versions: of python, torch, sglang and what else the states depend on.
         buffer_bytes: host memory of the buffer pool.
     """
 
     load_s: float
     proof: tuple[ProofLine, ...]
     settings: dict[str, Any]
+    versions: dict[str, str]
     buffer_bytes: int
 
 
@@ -168,11 +170,16 @@ class ShardDone(Report, frozen=True):
 
 
 class ShardFailed(Report, frozen=True):
-    """A shard could not be written; nothing of it has a final name."""
+    """A shard could not be written; nothing of it has a final name.
+
+    Attributes:
+        error: what happened, with the file.
+        errno_name: symbolic name of the operating system's error ("ENOSPC"), if it was one.
+    """
 
     shard: int
     error: str
-    error_type: str
+    errno_name: str | None
 
 
 class Failed(Report, frozen=True):

@@ -7,21 +7,21 @@ Boundaries 1..n-1 come from SGLang's own EAGLE-3 capture, through one adapter pe
 the first layer. B(n) and `normed` come from a hook on the final norm, since SGLang's loop never visits the
 last boundary. SGLang's `set_eagle3_layers_to_capture` is never called: its ids mean different things by class.
 
-Invariant: what `collect` returns has exactly the taps asked for, each [T, H], of the model's dtype and width;
-anything else raises `CaptureError` and ends the run.
+Invariant: what `collect` returns has exactly the taps asked for, each [T, H], of the model's dtype and
+width; anything else raises `CaptureError` and ends the run.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from extractor.errors import BugError, CaptureError
 from extractor.families import mechanism_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    import torch
+    from collections.abc import Mapping, Sequence
 
     from extractor.taps import TapSelection
 
@@ -97,7 +97,9 @@ def adapter_for(model: Any) -> CaptureAdapter:
         for owner, name in ((model, "capture_aux_hidden_states"), (model, "model"), (model, "lm_head"))
         if not hasattr(owner, name)
     ]
-    missing += [f"model.{name}" for name in ("layers", "norm", "layers_to_capture") if not hasattr(model.model, name)]
+    missing += [
+        f"model.{name}" for name in ("layers", "norm", "layers_to_capture") if not hasattr(model.model, name)
+    ]
     if missing:
         raise CaptureError(
             f"{type(model).__name__} has no {', '.join(missing)}; capture by {adapter.mechanism} needs them",
@@ -152,7 +154,8 @@ class Capture:
             stale = sorted(set(active) - set(self._boundaries))
             lost = sorted(set(self._boundaries) - set(active))
             raise CaptureError(
-                f"SGLang would capture at the entry of layers {list(active)}, asked for were {list(self._boundaries)}"
+                f"SGLang would capture at the entry of layers {list(active)}, "
+                f"asked for were {list(self._boundaries)}"
                 + (f"; stale capture flag on layer {stale}" if stale else "")
                 + (f"; no capture flag on layer {lost}" if lost else ""),
                 code="capture_flags",
@@ -181,7 +184,9 @@ class Capture:
         between = dict(zip(self._boundaries, self._unpack(), strict=True))
         hooked = {"embed": self._embed_TH, "final": self._final_TH, "normed": self._normed_TH}
         states = {
-            tap.name: self._present(hooked[tap.name], tap.name) if tap.name in hooked else between[tap.boundary]
+            tap.name: self._present(hooked[tap.name], tap.name)
+            if tap.name in hooked
+            else between[tap.boundary]
             for tap in self._taps.taps
         }
         for name, state_TH in states.items():
@@ -197,7 +202,7 @@ class Capture:
         wanted = len(self._boundaries)
         captured = self._captured
         if len(captured) == 1 and wanted > 1 and captured[0].shape[-1] == wanted * self._hidden_size:
-            captured = list(captured[0].split(self._hidden_size, dim=-1))
+            captured = list(torch.split(captured[0], self._hidden_size, dim=-1))
         if len(captured) != wanted:
             raise CaptureError(
                 f"SGLang returned {len(captured)} captured tensors, {wanted} taps were asked for "
@@ -235,13 +240,11 @@ class Capture:
             self._normed_TH, self._final_TH = output, args[0]
 
     def _on_inner_model(self, _: object, __: object, output: Any) -> None:
+        # A list of [T, H], or one tensor with the captures side by side.
         captured = output[1] if isinstance(output, tuple) else []
-        self._captured = [captured] if _is_tensor(captured) else list(captured)
+        self._captured = [captured] if hasattr(captured, "shape") else list(captured)
         if self._captured and not self._boundaries:
             raise CaptureError(
-                f"SGLang returned {len(self._captured)} captured tensors, none was asked for", code="capture_count"
+                f"SGLang returned {len(self._captured)} captured tensors, none was asked for",
+                code="capture_count",
             )
-
-
-def _is_tensor(value: Iterable[Any]) -> bool:
-    return hasattr(value, "shape")

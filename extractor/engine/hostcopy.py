@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +27,9 @@ ALL_ZERO = "all_zero"
 class _Buffer:
     """Host memory for one batch; pinned when the states come from CUDA."""
 
-    def __init__(self, num_taps: int, max_tokens: int, hidden_size: int, dtype: torch.dtype, *, pinned: bool) -> None:
+    def __init__(
+        self, num_taps: int, max_tokens: int, hidden_size: int, dtype: torch.dtype, *, pinned: bool
+    ) -> None:
         self.states = torch.empty(num_taps * max_tokens * hidden_size, dtype=dtype, pin_memory=pinned)
         self.absmax = torch.empty(num_taps * max_tokens, dtype=torch.float32, pin_memory=pinned)
 
@@ -35,13 +38,21 @@ class HostPool:
     """A fixed number of host buffers, and the copies into them."""
 
     def __init__(
-        self, *, num_buffers: int, num_taps: int, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: str
+        self,
+        *,
+        num_buffers: int,
+        num_taps: int,
+        max_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: str,
     ) -> None:
         self._hidden_size = hidden_size
         self._dtype = dtype
-        self._stream = torch.cuda.Stream() if device == "cuda" else None
+        self._stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]  # torch ships none
         buffers = [
-            _Buffer(num_taps, max_tokens, hidden_size, dtype, pinned=device == "cuda") for _ in range(num_buffers)
+            _Buffer(num_taps, max_tokens, hidden_size, dtype, pinned=device == "cuda")
+            for _ in range(num_buffers)
         ]
         self.num_bytes = sum(buffer.states.nbytes + buffer.absmax.nbytes for buffer in buffers)
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
@@ -58,13 +69,17 @@ class HostPool:
         Returns:
             The block, whose rows are valid after `wait`.
         """
+        before = time.monotonic()
         buffer = self._free.get()
+        waited_s = time.monotonic() - before
         num_tokens = sum(lengths)
         taps = list(states)
         host_KTH = buffer.states[: len(taps) * num_tokens * self._hidden_size].view(len(taps), num_tokens, -1)
         absmax_KT = buffer.absmax[: len(taps) * num_tokens].view(len(taps), num_tokens)
         event = self._start(states, host_KTH, absmax_KT)
-        return CopiedBatch(self, buffer, taps, host_KTH, absmax_KT, lengths, event, list(states.values()))
+        return CopiedBatch(
+            self, buffer, taps, host_KTH, absmax_KT, lengths, event, list(states.values()), waited_s
+        )
 
     def _start(
         self, states: Mapping[str, torch.Tensor], host_KTH: torch.Tensor, absmax_KT: torch.Tensor
@@ -75,11 +90,13 @@ class HostPool:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copy_all(states, host_KTH, absmax_KT)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch ships none
             event.record(self._stream)
         return event
 
-    def _copy_all(self, states: Mapping[str, torch.Tensor], host_KTH: torch.Tensor, absmax_KT: torch.Tensor) -> None:
+    def _copy_all(
+        self, states: Mapping[str, torch.Tensor], host_KTH: torch.Tensor, absmax_KT: torch.Tensor
+    ) -> None:
         for row, state_TH in enumerate(states.values()):
             # Verdicts are about what is stored, so the cast comes first: it can overflow.
             stored_TH = state_TH.to(self._dtype).contiguous()
@@ -92,7 +109,11 @@ class HostPool:
 
 
 class CopiedBatch:
-    """The states of one batch in host memory; satisfies `extractor.store.pipeline.HostBlock`."""
+    """The states of one batch in host memory; satisfies `extractor.store.pipeline.HostBlock`.
+
+    Attributes:
+        waited_s: seconds the copy waited for a free buffer.
+    """
 
     def __init__(
         self,
@@ -104,7 +125,9 @@ class CopiedBatch:
         lengths: Sequence[int],
         event: torch.cuda.Event | None,
         sources: list[torch.Tensor],
+        waited_s: float,
     ) -> None:
+        self.waited_s = waited_s
         self._pool = pool
         self._buffer = buffer
         self._rows = {tap: host_KTH[row] for row, tap in enumerate(taps)}
@@ -137,7 +160,7 @@ class CopiedBatch:
 
     def rows(self, tap: str) -> memoryview:
         """The bytes of one tap, [T, H] row-major. Call after `wait`."""
-        return memoryview(self._rows[tap].reshape(-1).view(torch.uint8).numpy())
+        return self._rows[tap].reshape(-1).view(torch.uint8).numpy().data
 
     def tensor(self, tap: str) -> torch.Tensor:
         """One tap as [T, H] in the dtype of the disk; a view of the buffer. Call after `wait`."""

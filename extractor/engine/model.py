@@ -42,7 +42,9 @@ class Engine:
         """
         self.spec = spec
         self.runner = Runner(spec)
-        self.capture = Capture(self.runner.model, hidden_size=spec.hidden_size, dtype=getattr(torch, spec.dtype))
+        self.capture = Capture(
+            self.runner.model, hidden_size=spec.hidden_size, dtype=getattr(torch, spec.dtype)
+        )
         self.capture.set_taps(spec.taps)
         self.pool = HostPool(
             num_buffers=spec.buffers,
@@ -68,9 +70,9 @@ class Engine:
         """
         for ids in sequences:
             # An id beyond the embedding is a device-side assert on CUDA, after which nothing can be said.
-            if not 0 <= int(ids.min()) <= int(ids.max()) < self.spec.vocab_size:
+            if not 0 <= int(ids.min()) <= int(ids.max()) < self.runner.vocab_size:
                 raise EngineError(
-                    f"token id {int(ids.max())} is not in the model's vocabulary of {self.spec.vocab_size}",
+                    f"token id {int(ids.max())} is not in the model's vocabulary of {self.runner.vocab_size}",
                     remedy="the tokenizer does not belong to this model",
                     code="token_out_of_vocabulary",
                 )

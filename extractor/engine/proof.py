@@ -69,7 +69,7 @@ def _run_watched(
     engine: Engine, sequences: Sequence[np.ndarray]
 ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor], Any]:
     """One forward pass, with what enters the attention of every tapped layer and of its neighbours."""
-    layers = engine.runner.model.model.layers
+    layers = engine.runner.inner.layers
     n = len(layers)
     watched = {k + d for k in engine.spec.taps.boundaries for d in (-1, 0, 1) if 0 <= k + d < n}
     entering: dict[int, torch.Tensor] = {}
@@ -96,7 +96,7 @@ def _run_watched(
 def _input_norm(engine: Engine, k: int, state_TH: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         # Cloned: some norm kernels write into their input.
-        normed: torch.Tensor = engine.runner.model.model.layers[k].input_layernorm(state_TH.clone())
+        normed: torch.Tensor = engine.runner.inner.layers[k].input_layernorm(state_TH.clone())
     return normed
 
 
@@ -112,8 +112,8 @@ def _prove_boundaries(
         error = float(token_errors(_input_norm(engine, k, states[tap.name]), entering[k]).max())
         if not error <= bound:
             raise ProofError(
-                f"{tap.name} is not the residual stream entering layer {k}: relative error {error:.2e}, bound "
-                f"{bound:.0e}{_name_neighbour(engine, k, states[tap.name], entering, bound)}",
+                f"{tap.name} is not the residual stream entering layer {k}: relative error {error:.2e}, "
+                f"bound {bound:.0e}{_name_neighbour(engine, k, states[tap.name], entering, bound)}",
                 remedy="do not use this selection with this SGLang release; please report it",
             )
         yield ProofLine(f"{tap.name}: enters layer {k}", error, bound)
@@ -137,7 +137,7 @@ def _prove_last(engine: Engine, prefill: Any) -> Iterator[ProofLine]:
     from extractor.engine.sglang_compat import last_logits
 
     final_TH, normed_TH = engine.capture.final_and_normed()
-    norm = engine.runner.model.model.norm
+    norm = engine.runner.inner.norm
     bound = NORM_BOUND[engine.spec.dtype]
     with torch.no_grad():
         error = float(token_errors(norm(final_TH.clone()), normed_TH).max())
@@ -150,7 +150,9 @@ def _prove_last(engine: Engine, prefill: Any) -> Iterator[ProofLine]:
             )
     yield ProofLine("final: its norm is normed", error, bound)
     logits_error = float(
-        token_errors(last_logits(engine.runner.model, normed_TH, prefill.forward_batch), prefill.last_logits).max()
+        token_errors(
+            last_logits(engine.runner.model, normed_TH, prefill.forward_batch), prefill.last_logits
+        ).max()
     )
     if not logits_error <= LOGITS_BOUND[engine.spec.dtype]:
         raise ProofError(
@@ -173,7 +175,8 @@ def _prove_host_rows(
             if not bool(same_T.all()):
                 row = int((~same_T).nonzero()[0])
                 raise ProofError(
-                    f"{name}: row {row} in the host buffer is not row {row} of the batch: rows swapped or not copied"
+                    f"{name}: row {row} in the host buffer is not row {row} of the batch: "
+                    "rows swapped or not copied"
                 )
     finally:
         block.release()
@@ -191,8 +194,9 @@ def _prove_alone(
             error = float(token_errors(state_TH[start : start + len(ids)], alone[name]).median())
             if not error <= bound:
                 raise ProofError(
-                    f"{name}: sample {index} has other states alone than in a packed batch (median relative error "
-                    f"{error:.2e}, bound {bound:.0e}): rows of samples are swapped, or samples see each other"
+                    f"{name}: sample {index} has other states alone than in a packed batch (median relative "
+                    f"error {error:.2e}, bound {bound:.0e}): rows of samples are swapped, or samples see each "
+                    "other"
                 )
             worst[name] = max(worst[name], error)
         start += len(ids)

@@ -82,7 +82,9 @@ def check_version(*, allow_unverified: bool) -> None:
     """
     installed = versions().get("sglang")
     if installed is None:
-        raise EngineError("SGLang is not installed", remedy="pip install sglang==0.5.23", code="sglang_missing")
+        raise EngineError(
+            "SGLang is not installed", remedy="pip install sglang==0.5.23", code="sglang_missing"
+        )
     if installed not in VERIFIED and not allow_unverified:
         raise EngineError(
             f"SGLang {installed} was never verified; verified are {' and '.join(sorted(VERIFIED))}",
@@ -112,7 +114,9 @@ def _missing_kernel(name: str) -> Any:
 
     def kernel(*_: object, **__: object) -> NoReturn:
         raise EngineError(
-            f"SGLang called the CUDA kernel {name} on the CPU", remedy="this model needs a GPU", code="cpu_kernel"
+            f"SGLang called the CUDA kernel {name} on the CPU",
+            remedy="this model needs a GPU",
+            code="cpu_kernel",
         )
 
     return kernel
@@ -149,6 +153,8 @@ class Runner:
     Attributes:
         model_runner: SGLang's `ModelRunner`.
         model: the wrapper class, for example `LlamaForCausalLM`.
+        inner: the model inside it, which owns the layers and the final norm.
+        vocab_size: ids of tokens are below it.
         settings: SGLang settings in force that change numbers, for dataset.json.
     """
 
@@ -161,12 +167,19 @@ class Runner:
         one_batch._set_envs_and_config(args)  # noqa: SLF001 - what one_batch itself calls first
         bench_runner, _ = one_batch.load_model(args, ports, 0, 0)
         self.model_runner = bench_runner.torch_runner
-        self.model: torch.nn.Module = self.model_runner.model
-        self.device = self.model_runner.device
+        self.model: Any = self.model_runner.model
+        self.inner: Any = self.model.model
+        self.vocab_size = int(self.model_runner.model_config.vocab_size)
         self._page_size = _resolved(args, "page_size") or 1
         self.settings = {
             name: _resolved(args, name)
-            for name in ("attention_backend", "prefill_attention_backend", "page_size", "quantization", "random_seed")
+            for name in (
+                "attention_backend",
+                "prefill_attention_backend",
+                "page_size",
+                "quantization",
+                "random_seed",
+            )
         } | {"max_total_tokens": int(self.model_runner.max_total_num_tokens), **spec.sglang_args}
         _check_graphs_off(args)
 
@@ -258,17 +271,17 @@ def _server_args(spec: EngineSpec) -> Any:
     check_args(spec.sglang_args)
     # Room for every sequence's last page where the attention backend uses pages.
     page_room = 64 * spec.max_batch_samples
-    values: dict[str, Any] = dict(
-        model_path=spec.model_folder,
-        dtype=spec.dtype,
-        device=spec.device,
-        trust_remote_code=spec.trust_remote_code,
-        attention_backend=spec.attention_backend or ("torch_native" if spec.device == "cpu" else None),
-        max_total_tokens=spec.geometry.max_tokens + page_room,
-        max_running_requests=spec.max_batch_samples + 1,
-        random_seed=0,
-        log_level="warning",
-    )
+    values: dict[str, Any] = {
+        "model_path": spec.model_folder,
+        "dtype": spec.dtype,
+        "device": spec.device,
+        "trust_remote_code": spec.trust_remote_code,
+        "attention_backend": spec.attention_backend or ("torch_native" if spec.device == "cpu" else None),
+        "max_total_tokens": spec.geometry.max_tokens + page_room,
+        "max_running_requests": spec.max_batch_samples + 1,
+        "random_seed": 0,
+        "log_level": "warning",
+    }
     # The pool is sized by max_total_tokens; the fraction only has to leave room for it.
     values["mem_fraction_static"] = spec.mem_fraction or (0.8 if spec.device == "cpu" else None)
     known = _server_args_fields()
@@ -333,8 +346,8 @@ def _check_batch(batch: Any, sequences: Sequence[np.ndarray]) -> None:
     lengths = [len(ids) for ids in sequences]
     if list(batch.extend_lens) != lengths or any(batch.prefix_lens):
         raise EngineError(
-            f"SGLang would compute {list(batch.extend_lens)} tokens after cached prefixes {list(batch.prefix_lens)}; "
-            f"sent were {lengths} without a prefix",
+            f"SGLang would compute {list(batch.extend_lens)} tokens after cached prefixes "
+            f"{list(batch.prefix_lens)}; sent were {lengths} without a prefix",
             code="batch_tokens",
         )
     ids_cpu = batch.prefill_input_ids_cpu if batch.input_ids is None else batch.input_ids

@@ -1,0 +1,221 @@
+"""`tapdeck`: the verbs, their flags and their exit codes.
+
+Verbs on data live in `extractor.commands` and are imported when they are called, so that `--help` does not
+wait for torch. This is the only place that turns errors into exit codes.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from extractor.errors import ConfigError, TapdeckError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from extractor.config import RunConfig
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Extract EAGLE-3 training data: hidden states of chosen layers through SGLang, verified and resumable.",
+)
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout; everything else on stderr.")
+]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of run.toml.")
+]
+RunToml = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Configuration of the run.")]
+OutputFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Output folder of a run.")]
+
+
+@app.command()
+def demo(
+    *,
+    headless: Annotated[bool, typer.Option("--headless", help="No console; plain lines.")] = False,
+    folder: Annotated[Path | None, typer.Option("--dir", help="Where the data goes.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Conversations to build and extract.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """The whole job on this machine, no GPU needed: a real small model, real text, real SGLang, verified."""
+    from extractor.commands import demo as command
+
+    _end(command.run(folder=folder, num_samples=samples, headless=headless, out=_output(as_json=as_json)))
+
+
+@app.command()
+def extract(
+    *,
+    run_toml: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="Configuration of the run.")
+    ] = None,
+    model_path: Annotated[
+        str | None, typer.Option(help="Model folder, or hub id in the local cache.")
+    ] = None,
+    layer_ids: Annotated[
+        str | None, typer.Option(help='Layers, "after" ids, as 2,14,26 (the last layer is final).')
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len", "--max-seq-len", help="Samples are cut to this many tokens less one."
+        ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Upper bound on the share of GPU memory.")
+    ] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option("--tensor-parallel-size", "--tp-size")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Conversation file; may be repeated.")] = None,
+    output: Annotated[str | None, typer.Option(help="Output folder.")] = None,
+    layout: Annotated[str | None, typer.Option(help="Layout on disk: shards.")] = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Extract hidden states in the foreground, from RUN.toml or from the flags of the older script."""
+    from extractor.commands import extract as command
+
+    flags = {
+        "model.path": model_path,
+        "model.mem_fraction": gpu_memory_utilization,
+        "model.tp": tensor_parallel_size,
+        "taps.layers": None if layer_ids is None else _layer_ids(layer_ids),
+        # The older script cut to max_model_len - 1: the last position was kept for a generated token.
+        "data.max_len": None if max_model_len is None else max_model_len - 1,
+        "data.files": data or None,
+        "output.dir": output,
+        "output.layout": layout,
+    }
+    config = _load(run_toml, overrides, {key: value for key, value in flags.items() if value is not None})
+    _end(command.run(config, out=_output(as_json=as_json)))
+
+
+@app.command()
+def prepare(
+    run_toml: RunToml,
+    *,
+    show: Annotated[
+        int | None, typer.Option(min=1, help="Print so many samples, supervised spans coloured.")
+    ] = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Data set only: token ids, loss masks, rejects."""
+    from extractor.commands import prepare as command
+
+    _end(command.run_for(_load(run_toml, overrides), show=show, out=_output(as_json=as_json)))
+
+
+@app.command()
+def estimate(run_toml: RunToml, *, overrides: Set = None, as_json: Json = False) -> None:
+    """Tokens, bytes per token, total bytes and free disk of a run."""
+    from extractor.commands import estimate as command
+
+    _end(command.run(_load(run_toml, overrides), out=_output(as_json=as_json)))
+
+
+@app.command()
+def verify(
+    folder: OutputFolder,
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Sizes and headers only.")] = False,
+    sample: Annotated[int | None, typer.Option(min=1, help="Recompute so many stored samples.")] = None,
+    against: Annotated[str | None, typer.Option(help="What recomputes them: transformers.")] = None,
+    seed: Annotated[int, typer.Option(help="Which samples are drawn.")] = 0,
+    model_path: Annotated[Path | None, typer.Option(help="Model folder, when it has moved.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check every shard; with --against, recompute samples and compare."""
+    from extractor.commands import verify as command
+
+    if against not in (None, "transformers"):
+        raise ConfigError(f"--against {against}: unknown", remedy="use --against transformers")
+    _end(
+        command.run(
+            folder,
+            sample=sample,
+            against="transformers" if against else None,
+            seed=seed,
+            quick=quick,
+            model_folder=model_path,
+            out=_output(as_json=as_json),
+        )
+    )
+
+
+@app.command()
+def export(
+    folder: OutputFolder,
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    *,
+    layout: Annotated[str, typer.Option(help="Layout to write: speculators-v1.")],
+    as_json: Json = False,
+) -> None:
+    """Convert a data set into the layout a trainer reads."""
+    from extractor.commands import export as command
+
+    _end(command.run(folder, layout=layout, target=target, out=_output(as_json=as_json)))
+
+
+@app.callback()
+def _root(
+    *,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"tapdeck {metadata.version('tapdeck')}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point. Ends the process with the exit code of the verb."""
+    try:
+        app()
+    except TapdeckError as error:
+        typer.echo(f"tapdeck: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception:  # noqa: BLE001 - the top of the command line: nothing may end in a bare traceback
+        traceback.print_exc()
+        typer.echo("tapdeck: this should not have happened; please report the lines above", err=True)
+        sys.exit(1)
+
+
+def _output(*, as_json: bool) -> Any:
+    from extractor.commands.output import Output
+
+    return Output(as_json=as_json)
+
+
+def _end(exit_code: int) -> None:
+    if exit_code:
+        raise typer.Exit(exit_code)
+
+
+def _load(
+    path: Path | None, overrides: Sequence[str] | None, flags: dict[str, Any] | None = None
+) -> RunConfig:
+    """The configuration of run.toml, `--set` and flags; later ones win."""
+    from extractor import config
+
+    return config.load(path, overrides or (), flags or {})
+
+
+def _layer_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise ConfigError(f"--layer-ids {text!r}: expected numbers, as in 2,14,26") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""`tapdeck demo`: the whole job on this machine, from nothing to a verified data set; no GPU needed.
+
+A real small model (SmolLM2-135M-Instruct), real text (Python's own documentation), real SGLang on the CPU
+in float32, and at the end a comparison of stored samples with plain transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import platformdirs
+
+from extractor import config, folders
+from extractor.commands import extract as extraction
+from extractor.commands import verify
+from extractor.commands.demo_data import ensure_model
+from extractor.commands.demo_text import build_conversations
+from extractor.errors import EngineError, StoreError
+
+if TYPE_CHECKING:
+    from extractor.commands.output import Output
+    from extractor.config import RunConfig
+
+LAYERS = [2, 14, 26]
+SEED = 1
+VERIFY_SAMPLES = 8
+
+
+def run(*, folder: Path | None, num_samples: int, headless: bool, out: Output) -> int:
+    """The verb. Returns the exit code.
+
+    Args:
+        folder: where conversations and data go; None takes the user's data folder.
+        num_samples: conversations to build.
+        headless: plain lines; this version has no console, and says so when one was wanted.
+        out: where to print.
+
+    Raises:
+        TapdeckError: no model, no space, or the run failed.
+    """
+    if not headless:
+        out.note("this version has no console yet: running headless")
+    folder = (folder or Path(platformdirs.user_data_path("tapdeck")) / "demo").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    model = ensure_model(folders.cache_folder(), out.note)
+    conversations = folder / "conversations.jsonl"
+    build_conversations(conversations, num_samples=num_samples, seed=SEED)
+    run_config = demo_config(model, conversations, folder / "data")
+    with extraction.StopSignals() as stop:
+        result = extraction.extract(run_config, out=out, stop=stop.event)
+        if stop.number is not None:
+            return 128 + stop.number
+    if not result.complete:
+        return EngineError.exit_code
+    outcome = verify.verify(
+        Path(result.output),
+        sample=VERIFY_SAMPLES,
+        against="transformers",
+        seed=0,
+        model_folder=model,
+        out=out,
+    )
+    out.result({**msgspec.to_builtins(result), "verify": outcome.as_json()})
+    _say_what_next(result, out)
+    return 0 if outcome.ok else StoreError.exit_code
+
+
+def demo_config(model: Path, conversations: Path, output: Path) -> RunConfig:
+    """The run of the demo: small batches and shards for a small machine."""
+    tree: dict[str, Any] = {
+        "model": {"path": str(model), "device": "cpu", "dtype": "float32"},
+        "data": {"files": [str(conversations)], "max_len": 1024},
+        "taps": {"layers": LAYERS, "final": True},
+        "output": {"dir": str(output), "shard_bytes": 32_000_000},
+        "batch": {"max_tokens": 2048},
+    }
+    return config.build(tree, source="the demo")
+
+
+def _say_what_next(result: extraction.ExtractResult, out: Output) -> None:
+    output = result.output
+    out.line(f"data: {output}")
+    out.line("next:")
+    out.line(f"  tapdeck export {output} OUT --layout speculators-v1    what a trainer reads")
+    out.line(f"  tapdeck verify {output} --sample 16 --against transformers")
+    out.line(
+        "  tapdeck extract RUN.toml                               your own model and data; see README.md"
+    )

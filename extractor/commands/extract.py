@@ -1,0 +1,297 @@
+"""`tapdeck extract`: a whole run in the foreground, from a configuration to a complete data set.
+
+Refusals come before weights are read. A run that is stopped, killed or failed is continued by the same
+command: only shards that are committed and whole count as done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import humanize
+import msgspec
+
+from extractor import folders, preflight
+from extractor.commands import job as jobs
+from extractor.commands.progress import RunProgress
+from extractor.errors import BugError, EngineError
+from extractor.protocol import Ready
+from extractor.store import index, lease, manifest, scan
+from extractor.supervisor.environment import worker_environment
+from extractor.supervisor.events import Event, EventLog
+from extractor.supervisor.foreground import ForegroundRun, Outcome
+from extractor.supervisor.launcher import LocalLauncher
+from extractor.supervisor.replica import Replica
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from extractor.commands.job import Job
+    from extractor.commands.output import Output
+    from extractor.config import RunConfig
+    from extractor.protocol import AnyReport
+    from extractor.store.lease import Lease
+    from extractor.store.scan import ScanResult
+    from extractor.supervisor.launcher import Launcher
+
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+HEARTBEAT_S = 10.0
+WORKER_WAIT_S = 60.0
+"""How long to wait for the worker of a killed command to finish its shard."""
+
+
+class ExtractResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What `extract --json` prints.
+
+    Attributes:
+        run: the run folder (events, worker log).
+        output: the output folder.
+        samples, tokens, supervised_tokens, shards, bytes: of the data set as it is now.
+        rejected: input records that did not become samples.
+        quarantined: samples computed and not stored.
+        shards_computed, tokens_computed: by this command.
+        load_s: seconds until the model was ready (0 when nothing was to do).
+        seconds: first batch to last commit.
+        tokens_per_s: tokens_computed / seconds (0 when nothing was to do).
+        peak_rss_bytes: of command and worker together.
+        complete: every planned sample is stored or quarantined.
+    """
+
+    run: str
+    output: str
+    samples: int
+    tokens: int
+    supervised_tokens: int
+    rejected: int
+    quarantined: int
+    shards: int
+    bytes: int
+    shards_computed: int
+    tokens_computed: int
+    load_s: float
+    seconds: float
+    tokens_per_s: float
+    peak_rss_bytes: int
+    complete: bool
+
+
+def run(config: RunConfig, *, out: Output, launcher: Launcher | None = None) -> int:
+    """The verb. Returns the exit code: 0, 7 when shards failed, 128+n when a signal stopped it.
+
+    Raises:
+        TapdeckError: the run was refused or failed.
+    """
+    with StopSignals() as stop:
+        result = extract(config, out=out, stop=stop.event, launcher=launcher)
+        out.result(msgspec.to_builtins(result))
+        if stop.number is not None and not result.complete:
+            return 128 + stop.number
+    return 0 if result.complete else EngineError.exit_code
+
+
+def extract(
+    config: RunConfig, *, out: Output, stop: threading.Event, launcher: Launcher | None = None
+) -> ExtractResult:
+    """Runs to the end, or until `stop` is set. Blocking.
+
+    Raises:
+        TapdeckError: the run was refused or failed; what was committed stays.
+    """
+    job = jobs.make(config, out=out)
+    jobs.require_same_data_set(job)
+    fingerprint = manifest.fingerprint(job.manifest)
+    _check_disk(job, scan.scan(job.output, job.shards, fingerprint, taps=job.facts.taps.names))
+    run_folder = folders.run_folder(job.output)
+    is_new = not job.output.exists()
+    held = lease.acquire(job.output, run_folder.name, wait_seconds=WORKER_WAIT_S)
+    try:
+        # Again, now that nobody else writes: a worker may have committed a shard since.
+        scan.clean_parts(job.output)
+        found = scan.scan(job.output, job.shards, fingerprint, taps=job.facts.taps.names)
+        for shard, damages in found.bad.items():
+            out.note(f"shard {shard} is damaged and will be computed again: {damages[0]}")
+        out.note(f"{len(found.to_do)} of {len(job.shards)} shards to do")
+        outcome = Outcome()
+        if found.to_do:
+            outcome = _compute(
+                job, found, run_folder, held, out=out, stop=stop, launcher=launcher or LocalLauncher()
+            )
+        return _conclude(job, outcome, run_folder, out)
+    finally:
+        held.release()
+        if is_new:
+            with contextlib.suppress(OSError):
+                job.output.rmdir()
+
+
+class StopSignals:
+    """SIGINT and SIGTERM as a request to stop after the batch in flight; the second one stops at once.
+
+    Attributes:
+        event: set by the first signal.
+        number: the signal that set it.
+    """
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.number: int | None = None
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Installs the handlers."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._old[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restores the handlers."""
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self.event.is_set():
+            raise KeyboardInterrupt
+        self.number = number
+        self.event.set()
+
+
+class _Watcher:
+    """Progress, the lease's heartbeat, and dataset.json as soon as the model is proven."""
+
+    def __init__(self, job: Job, held: Lease, progress: RunProgress, stop: threading.Event) -> None:
+        self._job = job
+        self._held = held
+        self._progress = progress
+        self._stop = stop
+        self._said_stop = False
+        self._beat_at = time.monotonic()
+        self._versions: dict[str, str] = {}
+
+    def on_report(self, report: AnyReport) -> None:
+        """See `extractor.supervisor.foreground.Watcher`."""
+        if isinstance(report, Ready):
+            manifest.write(
+                self._job.output,
+                msgspec.structs.replace(self._job.manifest, sglang=report.settings, versions=report.versions),
+            )
+        self._progress.on_report(report)
+
+    def on_tick(self) -> None:
+        """See `extractor.supervisor.foreground.Watcher`."""
+        if self._stop.is_set() and not self._said_stop:
+            self._said_stop = True
+            self._progress.stopping()
+        now = time.monotonic()
+        if now - self._beat_at >= HEARTBEAT_S:
+            self._beat_at = now
+            self._held.heartbeat()
+
+
+def _check_disk(job: Job, found: ScanResult) -> None:
+    left = sum(job.shards[shard].num_tokens for shard in found.to_do)
+    preflight.check_disk(job.output, left * job.size.bytes_per_token, job.config.output.reserve_bytes)
+
+
+def _compute(
+    job: Job,
+    found: ScanResult,
+    run_folder: Path,
+    held: Lease,
+    *,
+    out: Output,
+    stop: threading.Event,
+    launcher: Launcher,
+) -> Outcome:
+    environment, variables = worker_environment(os.environ, job.config.nccl, package_root=PACKAGE_ROOT)
+    for variable in variables:
+        out.note(f"environment: {variable.name}={variable.value} (from {variable.origin})")
+    env_record = {v.name: manifest.EnvVariable(v.value, v.origin) for v in variables}
+    job = msgspec.structs.replace(job, manifest=msgspec.structs.replace(job.manifest, env=env_record))
+    tokens = sum(job.shards[shard].num_tokens for shard in found.to_do)
+    events = EventLog(run_folder / "events.jsonl")
+    with (
+        contextlib.closing(events),
+        RunProgress(out, total_tokens=tokens, total_shards=len(found.to_do)) as progress,
+        Replica(
+            lambda endpoint: jobs.engine_spec(job, endpoint),
+            launcher=launcher,
+            run_folder=run_folder,
+            environment=environment,
+            keep_fds=() if held.lock_fd is None else (held.lock_fd,),
+        ) as replica,
+    ):
+        held.add_worker(replica.process.pid)
+        out.note(f"worker: pid {replica.process.pid}, log {replica.log}")
+        watcher = _Watcher(job, held, progress, stop)
+        outcome = ForegroundRun(replica, found.to_do, events=events, watcher=watcher, stop=stop).run()
+        events.add(Event.STOPPED if outcome.was_stopped else Event.FINISHED, shards=len(outcome.done))
+    return outcome
+
+
+def _conclude(job: Job, outcome: Outcome, run_folder: Path, out: Output) -> ExtractResult:
+    """Index files and totals, from what is really on the disk."""
+    fingerprint = manifest.fingerprint(job.manifest)
+    found = scan.scan(job.output, job.shards, fingerprint, taps=job.facts.taps.names)
+    records = list(found.done.values())
+    lost = sorted(set(outcome.done) - set(found.done))
+    if lost:
+        raise BugError(f"shards {lost} were reported as committed and are not on the disk")
+    if records:
+        index.rebuild(job.output, job.prepared)
+        written = manifest.read(job.output)
+        ranges = manifest.shard_ranges((r.index, [tap.name for tap in r.taps]) for r in records)
+        manifest.write(job.output, msgspec.structs.replace(written, shards=ranges))
+    quarantined = sum(len(record.quarantined) for record in records)
+    stored = sum(record.num_samples for record in records)
+    own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result = ExtractResult(
+        run=str(run_folder),
+        output=str(job.output),
+        samples=stored,
+        tokens=sum(record.num_tokens for record in records),
+        supervised_tokens=sum(record.num_supervised_tokens for record in records),
+        rejected=job.manifest.totals.rejected,
+        quarantined=quarantined,
+        shards=len(records),
+        bytes=sum(file.bytes for record in records for file in record.files.values()),
+        shards_computed=len(outcome.done),
+        tokens_computed=outcome.num_tokens,
+        load_s=round(outcome.load_s, 3),
+        seconds=round(outcome.seconds, 3),
+        tokens_per_s=round(outcome.num_tokens / outcome.seconds, 1) if outcome.seconds else 0.0,
+        peak_rss_bytes=own_peak + outcome.peak_rss_bytes,
+        complete=stored + quarantined == job.manifest.totals.samples,
+    )
+    _report(result, job, outcome, out)
+    return result
+
+
+def _report(result: ExtractResult, job: Job, outcome: Outcome, out: Output) -> None:
+    if outcome.num_tokens:
+        out.line(
+            f"computed {result.shards_computed} shards, {result.tokens_computed:,} tokens in {result.seconds:.1f} s: "
+            f"{result.tokens_per_s:,.0f} tokens/s"
+        )
+    for shard, error in sorted(outcome.failed.items()):
+        out.line(f"FAILED shard {shard}: {error}")
+    out.line(
+        f"{result.output}: {result.shards} of {len(job.shards)} shards, {result.samples:,} samples, "
+        f"{result.tokens:,} tokens ({result.supervised_tokens:,} supervised), {humanize.naturalsize(result.bytes)}"
+    )
+    if result.rejected or result.quarantined:
+        out.line(
+            f"rejected records: {result.rejected} (rejected.jsonl), quarantined samples: {result.quarantined}"
+        )
+    if result.complete:
+        out.line(
+            "complete: every planned sample is stored" + (" or quarantined" if result.quarantined else "")
+        )
+    else:
+        out.line("not complete: run the same command again to resume")

@@ -1,0 +1,195 @@
+"""From a configuration to a job: prepared samples, plan, sizes, manifest. Shared by the verbs that run.
+
+Reads and prepares the data set; loads no model and writes nothing into the output folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from extractor import folders, plan, preflight
+from extractor.config import RunConfig
+from extractor.dataset.prepare import prepare
+from extractor.dataset.prepared import PreparedDataset
+from extractor.errors import LeaseError
+from extractor.estimate import SizeEstimate, size, states_bytes_per_token
+from extractor.plan import Geometry, Shard
+from extractor.preflight import Facts
+from extractor.protocol import EngineSpec
+from extractor.store import manifest as manifests
+from extractor.store.manifest import Manifest, ModelRecord, TapsRecord, Totals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from extractor.commands.output import Output
+    from extractor.dataset.prepare import PrepareProgress
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A run that is ready to start.
+
+    Attributes:
+        config: as given.
+        facts: what it means on this machine.
+        prepared: the samples; `prepared.num_samples` of them are taken.
+        geometry: what the plan depends on.
+        shards: the plan.
+        size: what will be written.
+        manifest: dataset.json as it will be written (without versions and settings).
+    """
+
+    config: RunConfig
+    facts: Facts
+    prepared: PreparedDataset
+    geometry: Geometry
+    shards: list[Shard]
+    size: SizeEstimate
+    manifest: Manifest
+
+    @property
+    def output(self) -> Path:
+        """The output folder."""
+        return Path(self.config.output.dir)
+
+
+def make(
+    config: RunConfig, *, out: Output, on_progress: Callable[[PrepareProgress], None] | None = None
+) -> Job:
+    """Checks the configuration, prepares the samples and plans the run. Blocking: reads all data.
+
+    Raises:
+        TapdeckError: see `preflight.check` and `prepare`.
+    """
+    facts = preflight.check(config)
+    for line in describe_taps(facts):
+        out.note(line)
+    prepared = prepare(
+        config.data,
+        facts.model.folder,
+        trust_remote_code=config.model.trust_remote_code,
+        cache_dir=folders.cache_folder(),
+        on_progress=on_progress,
+    )
+    states = states_bytes_per_token(facts.model.hidden_size, len(facts.taps.taps), facts.store_dtype)
+    geometry = Geometry(
+        max_tokens=config.max_tokens,
+        shard_tokens=plan.shard_tokens_for(config.output.shard_bytes, states),
+        seed=config.data.seed,
+    )
+    lengths = prepared.lengths.tolist()
+    shards = plan.plan_shards(lengths, geometry)
+    estimate = size(
+        hidden_size=facts.model.hidden_size,
+        num_taps=len(facts.taps.taps),
+        dtype=facts.store_dtype,
+        num_tokens=sum(lengths),
+        num_samples=len(lengths),
+        num_shards=len(shards),
+        longest=max(lengths),
+    )
+    return Job(
+        config,
+        facts,
+        prepared,
+        geometry,
+        shards,
+        estimate,
+        _manifest(config, facts, prepared, geometry, shards),
+    )
+
+
+def describe_taps(facts: Facts) -> Sequence[str]:
+    """The selection in both conventions, and what to put into a draft model's configuration."""
+    taps = facts.taps
+    chosen = "default selection" if taps.is_default else "selection"
+    return (
+        f"taps ({chosen}): {', '.join(taps.names)} of {taps.num_layers} layers, hidden size {facts.model.hidden_size}",
+        f'  ids "after" (SGLang, speculators < 0.5): {list(taps.ids("after"))};'
+        f' ids "before" (vLLM, speculators >= 0.5): {list(taps.ids("before"))}',
+        f"  draft model configuration: SGLang {list(taps.auxiliary_ids('after'))},"
+        f" vLLM {list(taps.auxiliary_ids('before'))}",
+    )
+
+
+def engine_spec(job: Job, endpoint: str) -> EngineSpec:
+    """What the worker is started from."""
+    config, facts = job.config, job.facts
+    return EngineSpec(
+        model_folder=str(facts.model.folder),
+        trust_remote_code=config.model.trust_remote_code,
+        allow_unverified_sglang=config.model.allow_unverified_sglang,
+        dtype=facts.dtype,
+        device=facts.device,
+        attention_backend=config.model.attention_backend,
+        mem_fraction=config.model.mem_fraction,
+        sglang_args=config.model.sglang,
+        taps=facts.taps,
+        hidden_size=facts.model.hidden_size,
+        store_dtype=facts.store_dtype,
+        geometry=job.geometry,
+        max_batch_samples=max(len(batch) for shard in job.shards for batch in shard.batches),
+        prepared=str(job.prepared.folder),
+        num_samples=len(job.prepared),
+        output=str(job.output.resolve()),
+        fingerprint=manifests.fingerprint(job.manifest),
+        replica="0",
+        writer_threads=config.writer.threads,
+        buffers=config.writer.buffers,
+        endpoint=endpoint,
+    )
+
+
+def require_same_data_set(job: Job) -> None:
+    """Refuses an output folder that holds something else.
+
+    Raises:
+        LeaseError: with the differences.
+        StoreError: its dataset.json cannot be read.
+    """
+    old = manifests.read_if_any(job.output)
+    if old is None:
+        return
+    manifests.require_same(old, job.manifest, job.output)
+    before, now = [tap.name for tap in old.taps.taps], list(job.facts.taps.names)
+    if before != now:
+        raise LeaseError(
+            f"{job.output} holds the taps {', '.join(before)}; this run asks for {', '.join(now)}",
+            remedy="choose another output.dir, or the taps that are there",
+            code="output_differs",
+        )
+
+
+def _manifest(
+    config: RunConfig, facts: Facts, prepared: PreparedDataset, geometry: Geometry, shards: list[Shard]
+) -> Manifest:
+    meta = prepared.meta
+    return Manifest(
+        model=ModelRecord(
+            path=config.model.path,
+            revision=facts.model.revision,
+            config_hash=facts.model.config_hash,
+            architecture=facts.model.architecture,
+            num_layers=facts.model.num_layers,
+            hidden_size=facts.model.hidden_size,
+        ),
+        tokenizer_hash=meta.tokenizer_hash,
+        template_hash=meta.template_hash,
+        data_hash=meta.data_hash,
+        prepared_key=meta.key,
+        mask=config.data.mask.model_dump(),
+        geometry=geometry,
+        taps=TapsRecord.of(facts.taps),
+        dtype=facts.store_dtype,
+        compute_dtype=facts.dtype,
+        totals=Totals(
+            samples=len(prepared),
+            tokens=int(prepared.lengths.sum()),
+            supervised_tokens=int(prepared.supervised.sum()),
+            shards=len(shards),
+            rejected=sum(meta.rejected.values()),
+        ),
+    )

@@ -1,0 +1,106 @@
+"""What a person sees while a run works: a bar with rate and ETA on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import humanize
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from extractor import protocol
+from extractor.estimate import eta_s
+
+if TYPE_CHECKING:
+    from extractor.commands.output import Output
+    from extractor.protocol import AnyReport
+
+LINE_EVERY_S = 10.0
+STAGES = {"load": "loading the model", "proof": "proving the capture"}
+
+
+class RunProgress:
+    """Shows one run. Use as a context manager."""
+
+    def __init__(self, out: Output, *, total_tokens: int, total_shards: int) -> None:
+        """Args: tokens and shards that this run will compute."""
+        self._out = out
+        self._total_tokens = total_tokens
+        self._total_shards = total_shards
+        self._tokens = 0
+        self._shards = 0
+        self._stall_s = 0.0
+        self._started_at: float | None = None
+        self._line_at = 0.0
+        console = Console(file=out.stderr)
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+            columns += (TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("starting", total=total_tokens, rate="")
+
+    def __enter__(self) -> RunProgress:
+        """Starts the bar."""
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def on_report(self, report: AnyReport) -> None:
+        """Takes a report of the worker."""
+        match report:
+            case protocol.Stage():
+                self._say(STAGES.get(report.name, report.name))
+            case protocol.Ready():
+                self._started_at = time.monotonic()
+                worst = max((line.max_rel_err for line in report.proof), default=0.0)
+                self._say(
+                    f"model ready after {report.load_s:.0f} s; start-up proof passed "
+                    f"({len(report.proof)} checks, largest error {worst:.1e}); "
+                    f"host buffers {humanize.naturalsize(report.buffer_bytes)}"
+                )
+            case protocol.BatchDone():
+                self._tokens += report.num_tokens
+                self._stall_s += report.stall_s
+                self._show()
+            case protocol.ShardDone():
+                self._shards += 1
+                self._show()
+            case protocol.ShardFailed():
+                self._say(f"shard {report.shard} failed: {report.error}")
+            case _:
+                pass
+
+    def stopping(self) -> None:
+        """Says that the run stops after the batch in flight."""
+        self._say("stopping after the batch in flight (again to stop at once)")
+
+    def _say(self, text: str) -> None:
+        if self._bar is None:
+            self._out.note(text)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False)
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        elapsed = now - (self._started_at or now)
+        rate = f"{self._tokens / elapsed:,.0f} tokens/s" if elapsed > 0 else ""
+        done = f"{self._shards}/{self._total_shards} shards"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._tokens, description=done, rate=rate)
+            return
+        # The last shard always gets its line.
+        if now - self._line_at < LINE_EVERY_S and self._shards < self._total_shards:
+            return
+        self._line_at = now
+        left = eta_s(
+            tokens_left=self._total_tokens - self._tokens, tokens_done=self._tokens, elapsed_s=elapsed
+        )
+        eta = "" if left is None else f", {humanize.precisedelta(int(left))} left"
+        self._out.note(f"{done}, {self._tokens:,} of {self._total_tokens:,} tokens, {rate}{eta}")

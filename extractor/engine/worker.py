@@ -1,0 +1,208 @@
+"""The process of one rank: loads the model, proves the capture, computes shard after shard.
+
+Started by `extractor.supervisor.launcher` as `python -m extractor.engine.worker SPEC`, with its environment
+already set. It takes work from the supervisor and never decides what to do next. Shards are committed by
+the writer threads while the next shard is computed.
+
+When the supervisor is gone the shard in hand is finished and committed, then the process exits and frees
+its GPU. SIGINT is ignored (a Ctrl-C in the terminal goes to the command, which then says `Stop`); SIGTERM
+means `Stop`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import psutil
+
+from extractor import protocol
+from extractor.dataset.prepared import PreparedDataset
+from extractor.engine import sglang_compat
+from extractor.engine.channel import Channel
+from extractor.errors import EngineError, TapdeckError
+from extractor.plan import Shard, plan_shards
+from extractor.protocol import EngineSpec
+from extractor.store.pipeline import ShardSpec, WriterPool
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from extractor.engine.model import Engine
+    from extractor.store.shard import ShardRecord
+
+PROOF_LENGTHS = (48, 33, 17)
+"""Tokens of the sequences of the start-up proof, taken from the first samples of the run."""
+
+
+class Worker:
+    """Joins channel, data set, engine and writers."""
+
+    def __init__(self, spec: EngineSpec, channel: Channel, stop: threading.Event) -> None:
+        self._spec = spec
+        self._channel = channel
+        self._stop = stop
+        self._samples = PreparedDataset.open(Path(spec.prepared))
+        lengths = self._samples.lengths[: spec.num_samples].tolist()
+        self._plan = plan_shards(lengths, spec.geometry)
+        self._writers = WriterPool(spec.writer_threads, self._on_commit, self._on_error)
+
+    def run(self, started_at: float) -> None:
+        """Loads, proves and works until told to finish or stop. Blocking.
+
+        Raises:
+            TapdeckError: the engine cannot go on.
+        """
+        engine = self._load(started_at)
+        try:
+            while not self._stop.is_set():
+                request = self._next_request()
+                if request is None or isinstance(request, protocol.Finish):
+                    break
+                if isinstance(request, protocol.WorkShard):
+                    self._work(engine, self._plan[request.shard])
+        finally:
+            self._writers.close()
+
+    def _next_request(self) -> protocol.AnyRequest | None:
+        """Waits for work; None when the supervisor is gone."""
+        while not self._stop.is_set() and not self._channel.supervisor_gone.is_set():
+            request = self._channel.receive(timeout_s=0.2)
+            if request is not None:
+                return request
+        return None
+
+    def _load(self, started_at: float) -> Engine:
+        self._channel.send(protocol.Stage("load"))
+        from extractor.engine.model import Engine
+        from extractor.engine.proof import prove
+
+        engine = Engine(self._spec)
+        self._channel.send(protocol.Stage("proof"))
+        lines = prove(engine, self._proof_sequences())
+        self._channel.send(
+            protocol.Ready(
+                load_s=time.monotonic() - started_at,
+                proof=lines,
+                settings=engine.runner.settings,
+                versions=sglang_compat.versions(),
+                buffer_bytes=engine.pool.num_bytes,
+            )
+        )
+        return engine
+
+    def _proof_sequences(self) -> list[np.ndarray]:
+        """Real token ids that differ: heads of the first samples, or of one sample from different places."""
+        first = [
+            self._samples.sample(i).input_ids for i in range(min(len(PROOF_LENGTHS), len(self._samples)))
+        ]
+        while len(first) < len(PROOF_LENGTHS):
+            first.append(first[0][len(first) :] if len(first[0]) > len(first) else first[0])
+        room = self._spec.geometry.max_tokens // len(PROOF_LENGTHS)
+        return [ids[: max(1, min(length, room))] for ids, length in zip(first, PROOF_LENGTHS, strict=True)]
+
+    def _work(self, engine: Engine, shard: Shard) -> None:
+        writer = self._writers.open_shard(
+            ShardSpec(
+                output=Path(self._spec.output),
+                index=shard.index,
+                samples=shard.samples,
+                replica=self._spec.replica,
+                taps=self._spec.taps.taps,
+                geometry=self._spec.geometry,
+                num_tokens=shard.num_tokens,
+                hidden_size=self._spec.hidden_size,
+                dtype=self._spec.store_dtype,
+                fingerprint=self._spec.fingerprint,
+            )
+        )
+        try:
+            for number, batch in enumerate(shard.batches):
+                if self._stop.is_set():
+                    writer.abandon()
+                    return
+                samples = [self._samples.sample(index) for index in batch]
+                lengths = [len(sample.input_ids) for sample in samples]
+                states, _ = engine.forward([sample.input_ids for sample in samples])
+                block = engine.pool.copy(states, lengths)
+                writer.submit(block, samples)
+                self._channel.send(protocol.BatchDone(shard.index, number, sum(lengths), block.waited_s))
+        except BaseException:
+            writer.abandon()
+            raise
+        writer.finish()
+
+    def _on_commit(self, record: ShardRecord) -> None:
+        self._channel.send(
+            protocol.ShardDone(
+                shard=record.index,
+                num_samples=record.num_samples,
+                num_tokens=record.num_tokens,
+                num_supervised=record.num_supervised_tokens,
+                num_bytes=sum(file.bytes for file in record.files.values()),
+                quarantined=len(record.quarantined),
+            )
+        )
+
+    def _on_error(self, shard: int, error: BaseException) -> None:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        number = cause.errno if isinstance(cause, OSError) else None
+        name = None if number is None else errno.errorcode.get(number)
+        self._channel.send(protocol.ShardFailed(shard, f"{type(error).__name__}: {error}", name))
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of the process; the exit code is the error's.
+
+    Args:
+        argv: the path of the `EngineSpec`.
+    """
+    started_at = time.monotonic()
+    spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=EngineSpec)
+    stop = threading.Event()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    lifeline = os.environ.pop("TAPDECK_LIFELINE_FD", None)
+    channel = Channel(spec.endpoint, f"{spec.replica}.0", None if lifeline is None else int(lifeline), stop)
+    try:
+        _run(spec, channel, stop, started_at)
+    except TapdeckError as error:
+        channel.send(protocol.Failed(error.code, error.message, error.remedy, traceback.format_exc()))
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported
+        message = f"{type(error).__name__}: {error}"
+        channel.send(protocol.Failed("crash", message, None, traceback.format_exc()))
+        traceback.print_exc()
+        return EngineError.exit_code
+    finally:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        channel.send(protocol.Bye(peak_rss_bytes=peak))
+        channel.close()
+    return 0
+
+
+def _run(spec: EngineSpec, channel: Channel, stop: threading.Event, started_at: float) -> None:
+    process = psutil.Process()
+    channel.send(
+        protocol.Hello(
+            protocol=protocol.PROTOCOL_VERSION,
+            pid=process.pid,
+            start_time=process.create_time(),
+        )
+    )
+    sglang_compat.check_version(allow_unverified=spec.allow_unverified_sglang)
+    sglang_compat.prepare_process(spec.device)
+    Worker(spec, channel, stop).run(started_at)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

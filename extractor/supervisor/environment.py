@@ -1,0 +1,56 @@
+"""The environment a rank is started with, and where each of its NCCL and CUDA variables comes from.
+
+Pure. A variable in run.toml wins over the preset, and both win over the shell. What was inherited from the
+shell is kept, but listed, since it changes the run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from extractor.config import NCCL_PRESETS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from extractor.config import NcclSection
+
+Origin = Literal["shell", "preset", "run.toml"]
+WATCHED_PREFIXES = ("NCCL_", "CUDA_", "SGLANG_", "TORCH_NCCL_")
+
+
+class Variable(msgspec.Struct, frozen=True):
+    """One variable in force that can change a run."""
+
+    name: str
+    value: str
+    origin: Origin
+
+
+def worker_environment(
+    shell: Mapping[str, str], nccl: NcclSection, *, package_root: str
+) -> tuple[dict[str, str], list[Variable]]:
+    """The full environment of a rank, and the variables to show and record.
+
+    Args:
+        shell: the environment of the command.
+        nccl: `[nccl]` of run.toml.
+        package_root: folder that holds the `extractor` package; a rank must import this very one.
+    """
+    origins: dict[str, Origin] = {name: "shell" for name in shell if name.startswith(WATCHED_PREFIXES)}
+    environment = dict(shell)
+    layers: tuple[tuple[Origin, Mapping[str, str]], ...] = (
+        ("preset", NCCL_PRESETS[nccl.preset]),
+        ("run.toml", nccl.env),
+    )
+    for origin, values in layers:
+        environment |= values
+        origins |= dict.fromkeys(values, origin)
+    # The model is a local folder, always: nothing may ask a hub.
+    environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    inherited = [path for path in shell.get("PYTHONPATH", "").split(":") if path and path != package_root]
+    environment["PYTHONPATH"] = ":".join([*inherited, package_root])
+    listed = [Variable(name, environment[name], origin) for name, origin in sorted(origins.items())]
+    return environment, listed

@@ -1,0 +1,140 @@
+"""One replica as the supervisor sees it: its process, its socket, and its messages in order.
+
+Owns the socket folder and the process, and ends both. It decides nothing about shards.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+import zmq
+
+from extractor import protocol
+from extractor.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from extractor.protocol import AnyReport, AnyRequest, EngineSpec
+    from extractor.supervisor.launcher import Launcher, RankProcess
+
+LOG_TAIL_LINES = 15
+EXIT_WAIT_S = 30.0
+"""How long a rank may take to exit after its last message."""
+
+
+class Replica:
+    """A running replica. Use as a context manager: leaving it leaves no process behind."""
+
+    def __init__(
+        self,
+        make_spec: Callable[[str], EngineSpec],
+        *,
+        launcher: Launcher,
+        run_folder: Path,
+        environment: Mapping[str, str],
+        keep_fds: Sequence[int] = (),
+    ) -> None:
+        """Starts the process.
+
+        Args:
+            make_spec: makes the spec from the endpoint that the rank shall connect to.
+            launcher: starts the process.
+            run_folder: for the spec and the log.
+            environment: of the rank.
+            keep_fds: descriptors the rank inherits.
+        """
+        # Socket paths are limited to 107 bytes, run folders are not.
+        self._socket_folder = Path(tempfile.mkdtemp(prefix="tapdeck-"))
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        endpoint = f"ipc://{self._socket_folder}/ranks"
+        self._socket.bind(endpoint)
+        spec = make_spec(endpoint)
+        self.name = spec.replica
+        self._identity = f"{spec.replica}.0".encode()
+        self.log = run_folder / f"replica-{spec.replica}.log"
+        spec_file = run_folder / f"replica-{spec.replica}.json"
+        spec_file.write_bytes(msgspec.json.format(msgspec.json.encode(spec), indent=2))
+        self._said_bye = False
+        self.process: RankProcess = launcher.start(
+            spec_file, environment=environment, log=self.log, keep_fds=keep_fds
+        )
+
+    def __enter__(self) -> Self:
+        """The replica itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends the process if it still runs, and removes the socket."""
+        self.process.kill()
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._socket_folder, ignore_errors=True)
+
+    def send(self, request: AnyRequest) -> None:
+        """Sends a request; the rank must have said Hello."""
+        self._socket.send_multipart([self._identity, protocol.encode(request)])
+
+    def reports(self, timeout_s: float) -> Iterator[AnyReport]:
+        """The reports that are there, after waiting up to `timeout_s` for the first.
+
+        Raises:
+            EngineError: the process ended without a word, or speaks another protocol version.
+        """
+        received = self._socket.poll(int(timeout_s * 1000))
+        while received:
+            _, payload = self._socket.recv_multipart()
+            report = protocol.decode_report(payload)
+            if isinstance(report, protocol.Hello) and report.protocol != protocol.PROTOCOL_VERSION:
+                raise EngineError(
+                    f"the worker speaks protocol {report.protocol}, this command {protocol.PROTOCOL_VERSION}",
+                    remedy="one of them is from another installation; install tapdeck once",
+                )
+            self._said_bye |= isinstance(report, protocol.Bye)
+            yield report
+            received = self._socket.poll(0)
+        # An exited process may have left messages in the socket: look once more before judging.
+        code = self.process.poll()
+        if code is not None and not self._said_bye and not self._socket.poll(0):
+            raise EngineError(
+                f"the worker process (pid {self.process.pid}) ended without a word: {_describe(code)}\n"
+                f"its last lines:\n{self.log_tail()}",
+                remedy=f"see {self.log}; run the same command again to resume",
+                code="worker_died",
+            )
+
+    @property
+    def has_left(self) -> bool:
+        """The rank has sent its last message."""
+        return self._said_bye
+
+    def wait(self) -> int | None:
+        """Waits for the process after its last message; its exit code, or None if it hangs."""
+        return self.process.wait(EXIT_WAIT_S)
+
+    def log_tail(self) -> str:
+        """The last lines of the rank's log."""
+        lines = self.log.read_bytes().decode(errors="replace").splitlines()
+        return "\n".join(f"  | {line}" for line in lines[-LOG_TAIL_LINES:])
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    import signal
+
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"

@@ -1,0 +1,290 @@
+"""Tokens per second, side by side in one run: bare SGLang prefill, capture, whole extraction, transformers.
+
+    python tests/benchmarks/throughput.py                                   SmolLM2 on this CPU, float32
+    python tests/benchmarks/throughput.py --device cuda --shape qwen3-8b    dummy weights of that shape
+
+Bare prefill and capture alternate in one process, so that drift of the machine shows as spread and not as a
+ratio. The extraction is the product itself, `tapdeck extract`, in processes of its own, from the first batch
+to the last commit. All see the same samples in the same batches (but transformers, which takes one at a time).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from extractor.engine import sglang_compat
+
+QWEN3_8B = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "dtype": "bfloat16",
+}
+
+
+def main() -> None:
+    args = _arguments()
+    sglang_compat.prepare_process(args.device)
+    work = Path(tempfile.mkdtemp(prefix="tapdeck-bench-", dir=args.dir))
+    tree = _demo_run(args, work) if args.shape == "smollm2" else _dummy_run(args, work)
+
+    from extractor import config as configs
+    from extractor.commands import job as jobs
+    from extractor.commands.output import Output
+
+    job = jobs.make(configs.build(tree, source="benchmark"), out=Output(as_json=True))
+    batches = [
+        [job.prepared.sample(index).input_ids for index in batch]
+        for shard in job.shards
+        for batch in shard.batches
+    ]
+    tokens = sum(len(ids) for batch in batches for ids in batch)
+    rows = _in_process(jobs.engine_spec(job, "none"), batches, tokens, args.rounds)
+    rows["whole extraction (tapdeck extract)"] = [
+        _extract(tree, work / f"out{number}") for number in range(args.rounds)
+    ]
+    if args.transformers:
+        sequences = [ids for batch in batches for ids in batch][: args.transformers]
+        rows["transformers, one sample at a time"] = [_transformers(job, sequences, args)]
+    _print(rows, tokens, len(batches), args)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--shape", default="smollm2", choices=("smollm2", "qwen3-8b"))
+    parser.add_argument("--samples", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=2048, help="token budget of a batch")
+    parser.add_argument(
+        "--transformers", type=int, default=48, help="samples of the transformers loop; 0: none"
+    )
+    parser.add_argument("--threads", type=int, default=4, help="writer threads")
+    parser.add_argument("--backend", default=None, help="attention backend")
+    parser.add_argument("--dir", default=None, help="where the data is written (the disk that is measured)")
+    return parser.parse_args()
+
+
+def _demo_run(args: argparse.Namespace, work: Path) -> dict:
+    from extractor import folders
+    from extractor.commands.demo import demo_config
+    from extractor.commands.demo_data import ensure_model
+    from extractor.commands.demo_text import build_conversations
+
+    model = ensure_model(folders.cache_folder(), print)
+    conversations = work / "conversations.jsonl"
+    build_conversations(conversations, num_samples=args.samples, seed=1)
+    tree = demo_config(model, conversations, work / "out").model_dump()
+    tree["batch"]["max_tokens"] = args.max_tokens
+    tree["writer"]["threads"] = args.threads
+    return tree
+
+
+def _dummy_run(args: argparse.Namespace, work: Path) -> dict:
+    """A model folder without real weights, and samples of log-normal lengths (mean about 1,050 tokens)."""
+    model = work / "model"
+    _make_dummy_model(model)
+    conversations = work / "conversations.jsonl"
+    _make_conversations(conversations, args.samples)
+    template = work / "template.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}> {{ m.content }} <end>{% endfor %}")
+    return {
+        "model": {
+            "path": str(model),
+            "device": args.device,
+            "dtype": "bfloat16",
+            "attention_backend": args.backend,
+            "sglang": {"load_format": "dummy"},
+        },
+        "data": {"files": [str(conversations)], "template": str(template), "max_len": 4096},
+        "taps": {"layers": [1, 17, 32], "final": True},
+        "output": {"dir": str(work / "out"), "shard_bytes": 1_000_000_000},
+        "batch": {"max_tokens": args.max_tokens},
+        "writer": {"threads": args.threads},
+    }
+
+
+def _make_dummy_model(folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import Qwen3Config
+
+    folder.mkdir()
+    config = Qwen3Config(**QWEN3_8B)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
+    save_file({"placeholder": torch.zeros(1)}, folder / "model.safetensors")
+    words = ["<unk>", "<user>", "<assistant>", "<end>", *(f"t{number}" for number in range(4, 1024))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "model_max_length": 40960}
+        )
+    )
+
+
+def _make_conversations(path: Path, count: int) -> None:
+    import random
+
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for number in range(count):
+            length = min(4000, max(64, int(rng.lognormvariate(6.7, 0.7))))
+            words = [f"t{rng.randrange(4, 1024)}" for _ in range(length)]
+            messages = [
+                {"role": "user", "content": " ".join(words[: length // 2])},
+                {"role": "assistant", "content": " ".join(words[length // 2 :])},
+            ]
+            file.write(json.dumps({"id": str(number), "messages": messages}) + "\n")
+
+
+def _in_process(spec, batches, tokens: int, rounds: int) -> dict[str, list[float]]:  # noqa: ANN001
+    """Bare prefill and capture, alternating; the states of a batch are dropped with the next one.
+
+    In a child process, so that the model is gone from the device before the extraction loads its own.
+    """
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    parent, child = context.Pipe()
+    process = context.Process(target=_measure, args=(child, spec, batches, tokens, rounds))
+    process.start()
+    rows = parent.recv()
+    process.join()
+    return rows
+
+
+def _measure(pipe, spec, batches, tokens: int, rounds: int) -> None:  # noqa: ANN001
+    sglang_compat.prepare_process(spec.device)
+    import torch
+
+    from extractor.engine.model import Engine
+
+    engine = Engine(spec)
+    rows: dict[str, list[float]] = {"bare SGLang prefill": [], "capture (states stay on the device)": []}
+
+    def rate(step) -> float:  # noqa: ANN001
+        _sync(spec.device, torch)
+        start = time.monotonic()
+        for batch in batches:
+            step(batch)
+        _sync(spec.device, torch)
+        return tokens / (time.monotonic() - start)
+
+    engine.forward(batches[0])
+    for _ in range(rounds):
+        engine.capture._adapter.set(())
+        engine.capture._boundaries = ()
+        rows["bare SGLang prefill"].append(rate(engine.runner.prefill))
+        engine.capture.set_taps(spec.taps)
+        rows["capture (states stay on the device)"].append(rate(engine.forward))
+    pipe.send(rows)
+    sys.stdout.flush()
+    os._exit(0)  # the pipe is flushed; SGLang's own teardown is not measured
+
+
+def _sync(device: str, torch) -> None:  # noqa: ANN001
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _extract(tree: dict, output: Path) -> float:
+    """tokens/s of `tapdeck extract` as a user runs it."""
+    overrides = {**tree, "output": {**tree["output"], "dir": str(output)}}
+    run_toml = output.with_suffix(".toml")
+    run_toml.write_text(_toml(overrides))
+    command = [sys.executable, "-m", "console.cli", "extract", str(run_toml), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    result = json.loads(done.stdout)
+    print(
+        f"  extract: {result['tokens_per_s']:,.0f} tokens/s, load {result['load_s']:.0f} s, "
+        f"{result['bytes'] / result['seconds'] / 1e6:,.0f} MB/s, peak RSS {result['peak_rss_bytes'] / 1e9:.1f} GB",
+        flush=True,
+    )
+    return result["tokens_per_s"]
+
+
+def _toml(tree: dict) -> str:
+    import tomlkit
+
+    def without_none(value):  # noqa: ANN001, ANN202
+        if isinstance(value, dict):
+            return {key: without_none(item) for key, item in value.items() if item is not None}
+        return list(value) if isinstance(value, tuple) else value
+
+    return tomlkit.dumps(without_none(tree))
+
+
+def _transformers(job, sequences, args: argparse.Namespace) -> float:  # noqa: ANN001
+    """What a plain script does: one sample at a time, all hidden states, taps to the host."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if args.shape == "smollm2":
+        model = AutoModelForCausalLM.from_pretrained(
+            job.facts.model.folder, dtype=getattr(torch, job.facts.dtype)
+        )
+    else:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(job.facts.model.folder)
+        with torch.device(args.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job.facts.dtype))
+    model = model.to(args.device).eval()
+    boundaries = job.facts.taps.boundaries
+    with torch.no_grad():
+        for timed in (sequences[:2], sequences):
+            _sync(args.device, torch)
+            start = time.monotonic()
+            for ids in timed:
+                batch = torch.from_numpy(ids.astype("int64"))[None].to(args.device)
+                states = model.model(batch, output_hidden_states=True).hidden_states
+                _ = [states[k][0].cpu() for k in boundaries]
+            _sync(args.device, torch)
+    return sum(len(ids) for ids in sequences) / (time.monotonic() - start)
+
+
+def _print(rows: dict[str, list[float]], tokens: int, num_batches: int, args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{args.shape} on {args.device}, {tokens:,} tokens, {num_batches} batches of at most {args.max_tokens}"
+    )
+    for heading in ("what", "tokens/s (median)", "min", "max", "of bare prefill"):
+        table.add_column(heading)
+    bare = statistics.median(rows["bare SGLang prefill"])
+    for name, rates in rows.items():
+        middle = statistics.median(rates)
+        table.add_row(
+            name, f"{middle:,.0f}", f"{min(rates):,.0f}", f"{max(rates):,.0f}", f"{middle / bare:.3f}"
+        )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

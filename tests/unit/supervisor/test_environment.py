@@ -1,0 +1,33 @@
+from extractor.config import NcclSection
+from extractor.supervisor.environment import worker_environment
+
+
+def origins(shell, nccl):
+    environment, variables = worker_environment(shell, nccl, package_root="/pkg")
+    return environment, {variable.name: (variable.value, variable.origin) for variable in variables}
+
+
+def test_preset_is_set_and_named():
+    environment, listed = origins({}, NcclSection(preset="pcie-blackwell"))
+    assert environment["NCCL_PROTO"] == "LL"
+    assert listed["NCCL_P2P_LEVEL"] == ("SYS", "preset")
+
+
+def test_run_toml_wins_over_preset_and_shell():
+    nccl = NcclSection(preset="pcie-blackwell", env={"NCCL_PROTO": "Simple"})
+    environment, listed = origins({"NCCL_PROTO": "LL128"}, nccl)
+    assert environment["NCCL_PROTO"] == "Simple"
+    assert listed["NCCL_PROTO"] == ("Simple", "run.toml")
+
+
+def test_inherited_variables_are_kept_and_listed():
+    environment, listed = origins({"NCCL_P2P_DISABLE": "1", "HOME": "/root"}, NcclSection())
+    assert environment["NCCL_P2P_DISABLE"] == "1"
+    assert listed == {"NCCL_P2P_DISABLE": ("1", "shell")}
+    assert environment["HOME"] == "/root"
+
+
+def test_worker_imports_this_package_and_asks_no_hub():
+    environment, _ = origins({"PYTHONPATH": "/kit"}, NcclSection())
+    assert environment["PYTHONPATH"] == "/kit:/pkg"
+    assert environment["HF_HUB_OFFLINE"] == "1"
