@@ -59,7 +59,150 @@ class Outcome:
         """Every planned sample is there and whole, and what was recomputed is within bounds."""
         return self.store.is_complete and (self.compared is None or self.compared.ok)
 
-    def _model_folder(manifest: Manifest, given: Path | None) -> Path:
+    def as_json(self) -> dict[str, Any]:
+        """The result for programs; an error that is infinite is null, since JSON has no infinity."""
+        result: dict[str, Any] = {"ok": self.ok, "complete": self.store.is_complete}
+        result |= msgspec.to_builtins(self.store)
+        result["damaged"] = result.pop("damages")
+        if self.compared is not None:
+            taps = self.compared.taps
+            result |= {
+                "compared_samples": self.compared.num_samples,
+                "compared_tokens": self.compared.num_tokens,
+                "max_rel_err": {tap.name: _finite(tap.max_rel_err) for tap in taps},
+                "bound": {tap.name: tap.bound for tap in taps},
+                "p99_rel_err": {tap.name: _finite(tap.p99) for tap in taps},
+                "p99_bound": {tap.name: tap.p99_bound for tap in taps},
+                "failed_taps": {tap.name: tap.looks_like for tap in taps if not tap.ok},
+            }
+        return result
+
+
+def run(
+    output: Path,
+    *,
+    sample: int | None,
+    against: Oracle | None,
+    seed: int,
+    quick: bool,
+    model_folder: Path | None,
+    out: Output,
+) -> int:
+    """The verb: `verify`, told to people or as JSON.
+
+    Returns:
+        0 when everything is whole and within bounds, else 1.
+
+    Raises:
+        TapdeckError: see `verify`.
+    """
+    outcome = verify(
+        output, sample=sample, against=against, seed=seed, quick=quick, model_folder=model_folder, out=out
+    )
+    out.result(outcome.as_json())
+    return 0 if outcome.ok else 1
+
+
+def verify(
+    output: Path,
+    *,
+    sample: int | None = None,
+    against: Oracle | None = None,
+    seed: int = 0,
+    quick: bool = False,
+    model_folder: Path | None = None,
+    out: Output,
+) -> Outcome:
+    """Checks an output folder and tells people about it. Blocking.
+
+    Args:
+        output: the output folder.
+        sample: how many stored samples to recompute (8 when `against` is given without it).
+        against: what to recompute them with; None checks files only.
+        seed: chooses the samples.
+        quick: read headers, sizes and tokens, but no checksums and values.
+        model_folder: where the model is now, when it is not where dataset.json says.
+        out: takes the lines for people.
+
+    Raises:
+        ConfigError: `sample` without `against`, or less than one.
+        StoreError: the folder cannot be read.
+        DatasetError: there is no sample to recompute.
+        PreflightError: the model is not there, is another one, or transformers cannot run it.
+    """
+    if sample is not None and (against is None or sample < 1):
+        raise ConfigError(
+            f"--sample {sample}: a comparison needs --against, and at least one sample",
+            remedy="for example --sample 8 --against transformers",
+        )
+    report = check(output, quick=quick)
+    _tell_store(output, report, out)
+    compared: CompareReport | None = None
+    if against is not None and report.is_ok:
+        compared = recompute(
+            output, num_samples=sample or DEFAULT_SAMPLES, seed=seed, model_folder=model_folder, out=out
+        )
+        _tell_comparison(compared, out)
+    elif against is not None:
+        out.line("not recomputed: repair the data set first (start the run again)")
+    outcome = Outcome(report, compared)
+    out.line("ok" if outcome.ok else "NOT OK")
+    return outcome
+
+
+def recompute(
+    output: Path, *, num_samples: int, seed: int, model_folder: Path | None, out: Output
+) -> CompareReport:
+    """Recomputes random samples of a sound data set with transformers. Blocking; loads the model.
+
+    Raises:
+        StoreError: the data set cannot be read.
+        DatasetError: it holds no sample.
+        PreflightError: the model is not there, is another one, or transformers cannot run it.
+    """
+    import torch
+
+    from extractor.commands.recompute import compare_with_transformers
+
+    manifest = manifests.read(output)
+    folder = _model_folder(manifest, model_folder)
+    samples = draw(output, num_samples, seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    out.note(f"recomputing {len(samples)} samples with transformers in float32 on {device}")
+    return compare_with_transformers(
+        samples,
+        model_folder=folder,
+        taps=TapSelection(manifest.taps.taps, manifest.model.num_layers),
+        stored_dtype=manifest.dtype,
+        compute_dtype=_compute_dtype(manifest),
+        device=device,
+    )
+
+
+def draw(output: Path, num_samples: int, seed: int) -> list[StoredSample]:
+    """Random stored samples, without repetition, in the order of the store. Blocking.
+
+    Every sample is equally likely, whatever shard it is in.
+
+    Raises:
+        StoreError: a shard is damaged.
+    """
+    from extractor.store.reader import ShardReader
+
+    places = [
+        (index, position)
+        for index in sorted(shard_indices(output))
+        for position in range(read_record(names.shard_folder(output, index)).num_samples)
+    ]
+    chosen = random.Random(seed).sample(places, min(num_samples, len(places)))  # noqa: S311 -- reproducible
+    samples: list[StoredSample] = []
+    for index in sorted({index for index, _ in chosen}):
+        with ShardReader(names.shard_folder(output, index)) as shard:
+            samples.extend(shard.sample(position) for owner, position in sorted(chosen) if owner == index)
+    return samples
+
+
+def _model_folder(manifest: Manifest, given: Path | None) -> Path:
     """The model that the data set was made with, known by its config.json."""
     folder = given or checkpoint.resolve(manifest.model.path, manifest.model.revision)
     facts = checkpoint.read(folder)
