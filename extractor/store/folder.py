@@ -24,6 +24,7 @@ from extractor.store.tensors import StatesWriter, arrays_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -42,6 +43,15 @@ class PartFolder:
         self._part = names.part_folder(spec.output, spec.index, spec.replica, attempt)
         self._done: dict[str, FileRecord] = {}
         self._published = False
+
+    @property
+    def path(self) -> Path:
+        """Where it is written."""
+        return self._part
+
+    def tap_path(self, tap: str) -> Path:
+        """Where the file of one tap is written."""
+        return self._part / names.tap_file(tap)
 
     def prepare(self) -> None:
         """Makes the folder, in place of what an earlier process may have left. Blocking.
@@ -63,7 +73,7 @@ class PartFolder:
         """
         return StatesWriter(
             self._files,
-            self._part / names.tap_file(tap),
+            self.tap_path(tap),
             num_tokens=self._spec.num_tokens,
             hidden_size=self._spec.hidden_size,
             dtype=self._spec.dtype,

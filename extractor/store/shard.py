@@ -28,6 +28,7 @@ from extractor.store.tensors import ITEM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from extractor.store.block import HostBlock, Sample
     from extractor.store.filesystem import FileSystem
@@ -163,7 +164,7 @@ class ShardWriter:
         try:
             self._step(lane)
         except BaseException as error:  # noqa: BLE001 - border handler of the writer threads
-            self._fail(error)
+            self._fail(error, self._folder.tap_path(lane.tap))
         if self._is_last_lane(lane):
             self._publish()
         if self._must_clean_up():
@@ -224,7 +225,7 @@ class ShardWriter:
                 [entry for batch in self._batches for entry in batch.quarantined()],
             )
         except BaseException as error:  # noqa: BLE001 - border handler of the writer threads
-            self._fail(error)
+            self._fail(error, self._folder.path)
             return
         with self._lock:
             self._state = ShardState.COMMITTED
@@ -234,7 +235,10 @@ class ShardWriter:
         except BaseException as error:  # noqa: BLE001 - the shard is on the disk, but the run must hear of it
             self._report(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, path: Path) -> None:
+        if isinstance(error, OSError) and error.filename is None:
+            # Calls on a descriptor do not know their file; whoever reads the message must.
+            error.filename = str(path)
         with self._lock:
             if self._state not in {ShardState.FAILED, ShardState.COMMITTED}:
                 self._state = ShardState.FAILED
