@@ -244,7 +244,7 @@ def _conclude(job: Job, outcome: Outcome, run_folder: Path, out: Output) -> Extr
     if lost:
         raise BugError(f"shards {lost} were reported as committed and are not on the disk")
     if records:
-        index.rebuild(job.output, job.prepared)
+        index.rebuild(job.output, job.prepared.sample, job.prepared.rejected_path)
         written = manifest.read(job.output)
         ranges = manifest.shard_ranges((r.index, [tap.name for tap in r.taps]) for r in records)
         manifest.write(job.output, msgspec.structs.replace(written, shards=ranges))

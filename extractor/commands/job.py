@@ -132,7 +132,7 @@ def engine_spec(job: Job, endpoint: str) -> EngineSpec:
         store_dtype=facts.store_dtype,
         geometry=job.geometry,
         max_batch_samples=max(len(batch) for shard in job.shards for batch in shard.batches),
-        prepared=str(job.prepared.folder),
+        prepared=str(job.prepared.path),
         num_samples=len(job.prepared),
         output=str(job.output.resolve()),
         fingerprint=manifests.fingerprint(job.manifest),
@@ -190,6 +190,6 @@ def _manifest(
             tokens=int(prepared.lengths.sum()),
             supervised_tokens=int(prepared.supervised.sum()),
             shards=len(shards),
-            rejected=sum(meta.rejected.values()),
+            rejected=sum(meta.counts.rejected.values()),
         ),
     )
