@@ -19,7 +19,7 @@ lint: $(STAMP)  ## the same checks as CI and pre-commit
 	$(BIN)/codespell
 
 bench: $(STAMP)  ## measures, never asserts
-	$(BIN)/python -m pytest -p no:randomly -s tests/benchmarks
+	$(BIN)/python tests/benchmarks/throughput.py
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
