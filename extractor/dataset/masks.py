@@ -18,19 +18,20 @@ Invariants: exact or rejected with a reason; never all zero; never all one when 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import numpy as np
 
 from extractor.dataset.provenance import REASONING_TAGS, OwnText, Piece, Tracer
 from extractor.dataset.records import Turn
-from extractor.dataset.rejects import RecordRejected
+from extractor.dataset.rejects import RecordRejectedError
 from extractor.dataset.tokens import token_mask
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from extractor.dataset.provenance import Key
@@ -83,6 +84,15 @@ class Masked(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Traced:
+    """A rendered conversation and where the assistant's own texts stand in it."""
+
+    turns: Sequence[Turn]
+    text: str
+    own: Sequence[OwnText]
+
+
 class LossMasker:
     """Makes masks for one template, tokenizer and set of options."""
 
@@ -96,22 +106,29 @@ class LossMasker:
         """Tokens and mask of a whole conversation, before it is cut to length.
 
         Raises:
-            RecordRejected: `template_error`, `mask_uncertain` or `no_supervised_tokens`.
+            RecordRejectedError: `template_error`, `mask_uncertain` or `no_supervised_tokens`.
         """
         turns = conversation.turns
         text = self._template.render(turns, conversation.tools)
         own = trace_turns(self._template, conversation, text)
         wanted = self._wanted(turns)
         if not wanted:
-            raise RecordRejected("no_supervised_tokens", "no assistant turn is to be trained on")
+            raise RecordRejectedError("no_supervised_tokens", "no assistant turn is to be trained on")
         warnings = _text_warnings(turns, own, text)
+        traced = _Traced(turns, text, own)
+        unmarked = wanted
         if self._template.has_marks:
             marks = self._template.marked(turns, conversation.tools, text)
-            spans = self._spans_in_marks(turns, own, wanted, marks, text, warnings)
+            owners = _owners_of_marks(turns, own, marks)
+            pairs = [(mark, turn) for mark, turn in zip(marks, owners, strict=True) if turn in wanted]
+            spans = [span for mark, turn in pairs for span in self._mark_spans(traced, turn, mark)]
+            unmarked = wanted - set(owners)
+            if any(_join_own(traced, turn) for turn in unmarked):
+                warnings.add("outside_generation_blocks")
         else:
-            spans = [span for turn in sorted(wanted) for span in self._turn_spans(turns, turn, own, text)]
-            if any(turns[turn].extra.get("tool_calls") for turn in wanted):
-                warnings.add("tool_calls_unsupervised")
+            spans = [span for turn in sorted(wanted) for span in self._turn_spans(traced, turn)]
+        if any(turns[turn].extra.get("tool_calls") for turn in unmarked):
+            warnings.add("tool_calls_unsupervised")
         ids, starts, ends = self._tokenizer.encode(text)
         mask = token_mask(starts, ends, spans)
         return Masked(text, tuple(sorted(spans)), ids, mask, tuple(sorted(warnings)))
@@ -122,17 +139,17 @@ class LossMasker:
             assistant = assistant[-1:]
         return {index for index in assistant if turns[index].train}
 
-    def _turn_spans(self, turns: Sequence[Turn], turn: int, own: Sequence[OwnText], text: str) -> list[Span]:
+    def _turn_spans(self, traced: _Traced, turn: int) -> list[Span]:
         """Own text of one turn, with what stands between, before and after it as the options say."""
-        spans = _join_own(own, turn, text)
+        spans = _join_own(traced, turn)
         if not spans:
             return []
         if self._options.inserted_reasoning:
-            block = _inserted_block(text, spans[0][0], turns, turn)
+            block = _inserted_block(traced, turn, spans[0][0])
             spans.insert(0, (spans[0][0] - len(block), spans[0][0]))
         if self._options.end_of_turn:
             end = spans[-1][1]
-            spans.append((end, end + self._end_marker_at(text, end)))
+            spans.append((end, end + self._end_marker_at(traced.text, end)))
         return spans
 
     def _end_marker_at(self, text: str, at: int) -> int:
@@ -145,41 +162,18 @@ class LossMasker:
                 return end - at
         return 0
 
-    def _spans_in_marks(
-        self,
-        turns: Sequence[Turn],
-        own: Sequence[OwnText],
-        wanted: set[int],
-        marks: Sequence[Span],
-        text: str,
-        warnings: set[str],
-    ) -> list[Span]:
-        owners = _owners_of_marks(turns, own, marks)
-        spans = []
-        for mark, turn in zip(marks, owners, strict=True):
-            if turn in wanted:
-                spans += self._mark_spans(turns, turn, own, mark, text)
-        marked = {turn for turn in owners if turn is not None}
-        if any(_join_own(own, turn, text) for turn in wanted - marked):
-            warnings.add("outside_generation_blocks")
-        if any(turns[turn].extra.get("tool_calls") for turn in wanted - marked):
-            warnings.add("tool_calls_unsupervised")
-        return spans
-
-    def _mark_spans(
-        self, turns: Sequence[Turn], turn: int, own: Sequence[OwnText], mark: Span, text: str
-    ) -> list[Span]:
+    def _mark_spans(self, traced: _Traced, turn: int, mark: Span) -> list[Span]:
         """A generation block, less an empty reasoning block and the end of turn where not wanted."""
         start, end = mark
-        inside = [span for span in _join_own(own, turn, text) if start <= span[0] and span[1] <= end]
+        inside = [span for span in _join_own(traced, turn) if start <= span[0] and span[1] <= end]
         first, last = (inside[0][0], inside[-1][1]) if inside else (start, start)
         spans = [(start, end)]
         if not self._options.inserted_reasoning:
-            block = _inserted_block(text[:first], first, turns, turn)
+            block = _inserted_block(traced, turn, first)
             if block and first - len(block) >= start:
                 spans = [(start, first - len(block)), (first, end)]
         if not self._options.end_of_turn:
-            cuts = [text.find(marker.text, last, end) for marker in self.end_markers]
+            cuts = [traced.text.find(marker.text, last, end) for marker in self.end_markers]
             cut = min((at for at in cuts if at >= 0), default=end)
             spans = [(a, min(b, cut)) for a, b in spans]
         return [(a, b) for a, b in spans if a < b]
@@ -194,20 +188,21 @@ def cut_to_length(
         input_ids [t] and loss_mask [t], t <= max_len.
 
     Raises:
-        RecordRejected: `no_supervised_tokens`, `min_supervised`, or `mask_uncertain` for a mask that is
+        RecordRejectedError: `no_supervised_tokens`, `min_supervised`, or `mask_uncertain` for a mask that is
             all one although somebody else speaks.
     """
     ids, mask = masked.input_ids[:max_len], masked.loss_mask[:max_len]
     supervised, total = int(mask.sum()), len(masked.input_ids)
     cut = f" after cutting {total} tokens to {max_len}" if total > max_len else ""
     if supervised == 0:
-        raise RecordRejected("no_supervised_tokens", f"no token is supervised{cut}")
+        raise RecordRejectedError("no_supervised_tokens", f"no token is supervised{cut}")
     if supervised < min_supervised:
-        raise RecordRejected(
-            "min_supervised", f"{supervised} tokens are supervised{cut}, data.min_supervised = {min_supervised}"
+        raise RecordRejectedError(
+            "min_supervised",
+            f"{supervised} tokens are supervised{cut}, data.min_supervised = {min_supervised}",
         )
     if supervised == len(mask) and any(turn.role != "assistant" for turn in conversation.turns):
-        raise RecordRejected("mask_uncertain", f"every token is supervised{cut}, though others speak")
+        raise RecordRejectedError("mask_uncertain", f"every token is supervised{cut}, though others speak")
     return ids, mask
 
 
@@ -217,7 +212,7 @@ def trace_turns(template: ChatTemplate, conversation: Conversation, text: str) -
     White space beside tool calls or as reasoning is not traced: it is never supervised.
 
     Raises:
-        RecordRejected: `mask_uncertain`.
+        RecordRejectedError: `mask_uncertain`.
     """
     turns = conversation.turns
     pieces = []
@@ -249,25 +244,25 @@ def replace_texts(turns: Sequence[Turn], texts: Mapping[Key, str]) -> list[Turn]
     return changed
 
 
-def _join_own(own: Sequence[OwnText], turn: int, text: str) -> list[Span]:
+def _join_own(traced: _Traced, turn: int) -> list[Span]:
     """Spans of a turn's own text; only white space and reasoning tags between two of them joins them."""
     spans: list[Span] = []
-    for start, end in sorted((piece.start, piece.end) for piece in own if piece.key[0] == turn):
+    for start, end in sorted((piece.start, piece.end) for piece in traced.own if piece.key[0] == turn):
         if start == end:
             continue
-        if spans and _ONLY_TAGS.fullmatch(text, spans[-1][1], start):
+        if spans and _ONLY_TAGS.fullmatch(traced.text, spans[-1][1], start):
             spans[-1] = (spans[-1][0], end)
         else:
             spans.append((start, end))
     return spans
 
 
-def _inserted_block(text: str, at: int, turns: Sequence[Turn], turn: int) -> str:
+def _inserted_block(traced: _Traced, turn: int, at: int) -> str:
     """The empty reasoning block that ends at a position, or "" (also if it is the last speaker's own)."""
-    match = _EMPTY_BLOCK.search(text[max(0, at - 256) : at])
+    match = _EMPTY_BLOCK.search(traced.text[max(0, at - 256) : at])
     if match is None:
         return ""
-    if turn > 0 and turns[turn - 1].content.rstrip().endswith(match[0].rstrip()):
+    if turn > 0 and traced.turns[turn - 1].content.rstrip().endswith(match[0].rstrip()):
         return ""
     return match[0]
 
@@ -278,7 +273,7 @@ def _owners_of_marks(
     """Whose turn each generation block is; None when that cannot be told (a block without own text).
 
     Raises:
-        RecordRejected: `mask_uncertain` when blocks and turns do not fit together.
+        RecordRejectedError: `mask_uncertain` when blocks and turns do not fit together.
     """
     owners: list[int | None] = []
     for start, end in marks:
@@ -286,10 +281,10 @@ def _owners_of_marks(
         for piece in own:
             if piece.start < end and start < piece.end:
                 if not (start <= piece.start and piece.end <= end):
-                    raise RecordRejected("mask_uncertain", "a generation block cuts through an answer")
+                    raise RecordRejectedError("mask_uncertain", "a generation block cuts through an answer")
                 inside.add(piece.key[0])
         if len(inside) > 1:
-            raise RecordRejected("mask_uncertain", "a generation block holds several turns")
+            raise RecordRejectedError("mask_uncertain", "a generation block holds several turns")
         owners.append(next(iter(inside), None))
     assistant = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
     if len(owners) == len(assistant) and all(
@@ -333,7 +328,7 @@ def find_end_markers(template: ChatTemplate, tokenizer: TextTokenizer) -> tuple[
         try:
             text = template.render(sample.turns)
             own = Tracer(pieces, text, render_with, template.literals).trace()
-        except RecordRejected:
+        except RecordRejectedError:
             continue
         for marker in _confirmed_ends(text, own, tokenizer):
             found[marker.text] = marker

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from extractor.dataset.rejects import RecordRejected
+from extractor.dataset.rejects import RecordRejectedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,7 +45,6 @@ REASONING_TAGS = (
 
 _PLANES = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
-_MAX_PROBES = 60_000
 _MAX_EDGE = 16
 """Longest white space at an edge that is searched character by character when a template keeps only part."""
 
@@ -103,7 +103,7 @@ class Tracer:
         Args:
             pieces: non-empty texts of the assistant's turns, in order.
             rendered: the conversation as rendered.
-            render_with: renders it with other texts; raises RecordRejected when the template does.
+            render_with: renders it with other texts; raises RecordRejectedError when the template does.
             literals: strings that the template may look for in a text.
         """
         self._pieces = {piece.key: piece for piece in pieces}
@@ -112,14 +112,12 @@ class Tracer:
         self._literals = tuple(literals)
         texts = "".join(piece.text for piece in pieces)
         self._alphabet = _free_characters(rendered + texts)
-        visible = sum(1 for character in texts if not character.isspace())
-        self._stride = 1 + visible // _MAX_PROBES
 
     def trace(self) -> list[OwnText]:
         """Where each piece stands, in the order of the pieces.
 
         Raises:
-            RecordRejected: `mask_uncertain`.
+            RecordRejectedError: `mask_uncertain`.
         """
         solid = {key: piece for key, piece in self._pieces.items() if piece.text.strip()}
         probes, hits = self._probe_cores(solid)
@@ -165,42 +163,39 @@ class Tracer:
         free = [i for i, character in enumerate(text) if not kept[i] and not character.isspace()]
         if not free:
             return self._choose_probes(text, protect=False)
-        if self._stride == 1:
-            return free
-        # A border is where the neighbours are not all probed; those characters are always taken.
-        borders = {i for a, b in zip(free, free[1:], strict=False) if b - a > 1 for i in (a, b) if any(kept[a:b])}
-        return sorted({free[0], free[-1], *free[:: self._stride], *borders})
+        return free
 
     def _observe(self, probes: Mapping[Key, Sequence[int]]) -> dict[Key, list[tuple[int, int]]] | None:
         """Renders with probes; (position in the output, index in the text) of each that came out.
 
-        Returns None when the template raises or behaves differently because of the probes.
+        Returns None when the template raises or behaves differently because of the probes. A very long
+        conversation has more letters than there are private-use characters and takes several renderings.
         """
-        owners: dict[str, tuple[Key, int]] = {}
-        texts: dict[Key, str] = {}
-        alphabet = iter(self._alphabet)
-        for key, indices in probes.items():
-            characters = list(self._pieces[key].text)
-            for index in indices:
-                probe = next(alphabet, None)
-                if probe is None:
-                    raise _uncertain(key, "the record uses too many private-use characters")
-                owners[probe] = (key, index)
-                characters[index] = probe
-            texts[key] = "".join(characters)
-        try:
-            output = self._render_with(texts)
-        except RecordRejected:
-            return None
-        back = {ord(probe): self._pieces[key].text[index] for probe, (key, index) in owners.items()}
-        if output.translate(back) != self._rendered:
-            return None
+        flat = [(key, index) for key, indices in probes.items() for index in indices]
         hits: dict[Key, list[tuple[int, int]]] = {key: [] for key in probes}
-        for match in _PRIVATE.finditer(output):
-            owner = owners.get(match[0])
-            if owner is not None:
-                hits[owner[0]].append((match.start(), owner[1]))
-        return hits
+        for first in range(0, len(flat), len(self._alphabet)):
+            owners = dict(zip(self._alphabet, flat[first : first + len(self._alphabet)], strict=False))
+            output = self._render_probed(owners)
+            if output is None:
+                return None
+            for match in _PRIVATE.finditer(output):
+                owner = owners.get(match[0])
+                if owner is not None:
+                    hits[owner[0]].append((match.start(), owner[1]))
+        return {key: sorted(found) for key, found in hits.items()}
+
+    def _render_probed(self, owners: Mapping[str, tuple[Key, int]]) -> str | None:
+        """The output with probes in it, or None if undoing them does not give the first rendering."""
+        texts = {key: list(self._pieces[key].text) for key, _ in owners.values()}
+        back = {}
+        for probe, (key, index) in owners.items():
+            back[ord(probe)] = self._pieces[key].text[index]
+            texts[key][index] = probe
+        try:
+            output = self._render_with({key: "".join(text) for key, text in texts.items()})
+        except RecordRejectedError:
+            return None
+        return output if output.translate(back) == self._rendered else None
 
     def _extent(self, piece: Piece, probes: Sequence[int], hits: Sequence[tuple[int, int]]) -> _Extent:
         """The part of a piece that came out, from its first to its last visible character."""
@@ -208,7 +203,7 @@ class Tracer:
             return _Extent(0, 0, 0, 0, dropped=True, reformatted=False)
         text, rendered = piece.text, self._rendered
         reformatted = False
-        for (p1, i1), (p2, i2) in zip(hits, hits[1:], strict=False):
+        for (p1, i1), (p2, i2) in pairwise(hits):
             if i2 <= i1:
                 raise _uncertain(piece.key, "the template uses the text twice, or reorders it")
             between, own = rendered[p1 + 1 : p2], text[i1 + 1 : i2]
@@ -256,7 +251,9 @@ class Tracer:
         """Adds the white space at both ends of each piece that the template kept, and only that."""
         edges = {key: _edges(solid[key].text, extent) for key, extent in extents.items()}
         widths = edges
-        if any(left or right for left, right in edges.values()) and not self._edges_kept(probes, extents, edges):
+        if any(left or right for left, right in edges.values()) and not self._edges_kept(
+            probes, extents, edges
+        ):
             widths = {key: self._search_edges(key, probes[key], extents[key], edges[key]) for key in solid}
         found = {}
         for key, extent in extents.items():
@@ -304,7 +301,7 @@ class Tracer:
         probe = self._alphabet[0]
         try:
             before, *after = self._render_with({piece.key: probe}).split(probe)
-        except RecordRejected as error:
+        except RecordRejectedError as error:
             raise _uncertain(piece.key, "white space only, and the template refuses a probe") from error
         if not after:
             return OwnText(piece.key, 0, 0)
@@ -337,9 +334,7 @@ def _edges(text: str, extent: _Extent) -> tuple[int, int]:
 
 
 def _with_edges(probes: Sequence[int], extent: _Extent, left: int, right: int) -> list[int]:
-    return sorted(
-        {*probes, *range(extent.low - left, extent.low), *range(extent.high, extent.high + right)}
-    )
+    return sorted({*probes, *range(extent.low - left, extent.low), *range(extent.high, extent.high + right)})
 
 
 def _free_characters(text: str) -> Sequence[str]:
@@ -350,5 +345,5 @@ def _free_characters(text: str) -> Sequence[str]:
 _ALPHABET = [chr(code) for plane in _PLANES for code in plane]
 
 
-def _uncertain(key: Key, why: str) -> RecordRejected:
-    return RecordRejected("mask_uncertain", f"turn {key[0] + 1}, {key[1]}: {why}")
+def _uncertain(key: Key, why: str) -> RecordRejectedError:
+    return RecordRejectedError("mask_uncertain", f"turn {key[0] + 1}, {key[1]}: {why}")

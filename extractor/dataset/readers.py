@@ -45,20 +45,37 @@ class RawRecord(msgspec.Struct, frozen=True):
     value: Any  # Any: JSON that nobody has looked at yet
 
 
-def read_records(paths: Sequence[Path]) -> Iterator[RawRecord | Reject]:
+class RecordReader:
     """All records of several files, in order.
 
-    Raises:
-        PreflightError: a file is missing.
-        AccessError: a file may not be read.
-        DatasetError: a file is of a kind that is not read.
+    Iterating raises what `open_data_file` raises, and DatasetError for a file of a kind that is not read.
+
+    Attributes:
+        bytes_total: size of all files.
+        bytes_done: how much of that has been read.
     """
-    for path in paths:
-        yield from _read_json_lines(path)
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
+        self.bytes_total = sum(path.stat().st_size for path in self._paths)
+        self.bytes_done = 0
+
+    def __iter__(self) -> Iterator[RawRecord | Reject]:
+        """Starts from the first file."""
+        self.bytes_done = 0
+        for path in self._paths:
+            with open_data_file(path) as file:
+                _refuse_foreign(path, file.read(4096))
+                file.seek(0)
+                before = self.bytes_done
+                for record in _read_json_lines(path.name, file):
+                    self.bytes_done = before + file.tell()
+                    yield record
+                self.bytes_done = before + file.tell()
 
 
 def check_files(paths: Sequence[Path]) -> None:
-    """Refuses missing, unreadable and foreign files before any work is done; raises as `read_records`."""
+    """Refuses missing, unreadable and foreign files before any work is done; raises as `RecordReader`."""
     for path in paths:
         with open_data_file(path) as file:
             _refuse_foreign(path, file.read(4096))
@@ -74,34 +91,31 @@ def open_data_file(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        raise PreflightError(f"{path}: {error.strerror}", remedy="name existing files in data.files") from error
+        raise PreflightError(
+            f"{path}: {error.strerror}", remedy="name existing files in data.files"
+        ) from error
     except OSError as error:
         raise AccessError(f"{path}: {error.strerror}", remedy="make the file readable") from error
 
 
-def _read_json_lines(path: Path) -> Iterator[RawRecord | Reject]:
+def _read_json_lines(name: str, file: BinaryIO) -> Iterator[RawRecord | Reject]:
     decoder = msgspec.json.Decoder()
-    with open_data_file(path) as file:
-        _refuse_foreign(path, file.read(4096))
-        file.seek(0)
-        number = 0
-        while line := file.readline(MAX_RECORD_BYTES + 1):
-            number += 1
-            if len(line) > MAX_RECORD_BYTES and not line.endswith(b"\n"):
-                _skip_line(file)
-                detail = f"more than {MAX_RECORD_BYTES} bytes"
-                yield Reject(path.name, number, None, "record_too_long", detail)
-                continue
-            if number == 1:
-                line = line.removeprefix(_BOM)  # noqa: PLW2901 - the BOM is no part of the line
-            if not line.strip():
-                continue
-            try:
-                value = decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                yield Reject(path.name, number, None, "json", str(error))
-                continue
-            yield RawRecord(path.name, number, value)
+    number = 0
+    while line := file.readline(MAX_RECORD_BYTES + 1):
+        number += 1
+        if len(line) > MAX_RECORD_BYTES and not line.endswith(b"\n"):
+            _skip_line(file)
+            yield Reject(name, number, None, "record_too_long", f"more than {MAX_RECORD_BYTES} bytes")
+            continue
+        text = line.removeprefix(_BOM) if number == 1 else line
+        if not text.strip():
+            continue
+        try:
+            value = decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            yield Reject(name, number, None, "json", str(error))
+            continue
+        yield RawRecord(name, number, value)
 
 
 def _skip_line(file: BinaryIO) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import xxhash
 
-from extractor.dataset.rejects import RecordRejected
+from extractor.dataset.rejects import RecordRejectedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class Turn(msgspec.Struct, frozen=True):
     role: str
     content: str
     train: bool = True
-    extra: dict[str, Any] = {}  # Any: whatever JSON the record holds  # noqa: RUF012 - msgspec copies it
+    extra: dict[str, Any] = {}  # Any: whatever JSON the record holds
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -121,20 +121,20 @@ def parse_record(
         style: "auto" takes the style whose key is there; a record with both is rejected.
 
     Raises:
-        RecordRejected: the record does not fit.
+        RecordRejectedError: the record does not fit.
     """
     if not isinstance(raw, dict):
-        raise RecordRejected("record_type", f"expected an object, got {_kind(raw)}")
+        raise RecordRejectedError("record_type", f"expected an object, got {_kind(raw)}")
     for kind in MEDIA:
         if raw.get(kind) or raw.get(f"{kind}s"):
-            raise RecordRejected(f"{kind}_part", f"the record has a field for {kind}")
+            raise RecordRejectedError(f"{kind}_part", f"the record has a field for {kind}")
     items = _find_turns(raw, style)
     turns = [_parse_turn(item, number) for number, item in enumerate(items, start=1)]
     system = raw.get("system")
     if system is not None and system != "":
         turns.insert(0, Turn("system", _text(system, "the field system")))
         if sum(turn.role == "system" for turn in turns[:2]) > 1:
-            raise RecordRejected("ambiguous_format", "system text both as a field and as the first turn")
+            raise RecordRejectedError("ambiguous_format", "system text both as a field and as the first turn")
     return Conversation(sample_id, source_file, source_line, tuple(turns), _parse_tools(raw.get("tools")))
 
 
@@ -142,35 +142,35 @@ def _find_turns(raw: Mapping[str, Any], style: Style) -> Sequence[object]:
     keys = {"auto": ("messages", "conversations"), "messages": ("messages",), "sharegpt": ("conversations",)}
     found = [key for key in keys[style] if raw.get(key) is not None]
     if len(found) > 1:
-        raise RecordRejected("ambiguous_format", "the record holds both messages and conversations")
+        raise RecordRejectedError("ambiguous_format", "the record holds both messages and conversations")
     if not found:
-        raise RecordRejected("unknown_format", f"no field {' or '.join(keys[style])} in the record")
+        raise RecordRejectedError("unknown_format", f"no field {' or '.join(keys[style])} in the record")
     items = raw[found[0]]
     if not isinstance(items, list):
-        raise RecordRejected("unknown_format", f"{found[0]} is {_kind(items)}, not a list")
+        raise RecordRejectedError("unknown_format", f"{found[0]} is {_kind(items)}, not a list")
     if not items:
-        raise RecordRejected("empty_conversation", f"{found[0]} is empty")
+        raise RecordRejectedError("empty_conversation", f"{found[0]} is empty")
     return items
 
 
 def _parse_turn(item: object, number: int) -> Turn:
     if not isinstance(item, dict):
-        raise RecordRejected("turn_type", f"turn {number} is {_kind(item)}, not an object")
+        raise RecordRejectedError("turn_type", f"turn {number} is {_kind(item)}, not an object")
     sharegpt = "from" in item
     role_key, text_key = ("from", "value") if sharegpt else ("role", "content")
     raw_role = item.get(role_key)
     if not isinstance(raw_role, str):
-        raise RecordRejected("turn_type", f"turn {number} has no {role_key}, or it is not text")
+        raise RecordRejectedError("turn_type", f"turn {number} has no {role_key}, or it is not text")
     role = (SHAREGPT_ROLES if sharegpt else MESSAGES_ROLES).get(raw_role)
     if role is None:
-        raise RecordRejected(f"unknown_role:{raw_role}", f"turn {number}")
+        raise RecordRejectedError(f"unknown_role:{raw_role}", f"turn {number}")
     extra = {
         key: value
         for key, value in item.items()
         if key not in (role_key, text_key, *TRAIN_FLAGS) and value is not None
     }
     if "role" in extra or "content" in extra:
-        raise RecordRejected("turn_type", f"turn {number} mixes from/value with role/content")
+        raise RecordRejectedError("turn_type", f"turn {number} mixes from/value with role/content")
     _check_tool_calls(extra.get("tool_calls"), number)
     content = item.get(text_key)
     if content is None and role == "assistant" and extra.get("tool_calls"):
@@ -183,15 +183,15 @@ def _text(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
-        raise RecordRejected("content_type", f"{where}: content is {_kind(content)}, not text")
+        raise RecordRejectedError("content_type", f"{where}: content is {_kind(content)}, not text")
     texts = []
     for part in content:
         kind = part.get("type")
         for media in MEDIA:
             if media in part or f"{media}_url" in part or (isinstance(kind, str) and media in kind):
-                raise RecordRejected(f"{media}_part", f"{where}: a content part of type {kind!r}")
+                raise RecordRejectedError(f"{media}_part", f"{where}: a content part of type {kind!r}")
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise RecordRejected("content_type", f"{where}: a content part of type {kind!r} is not text")
+            raise RecordRejectedError("content_type", f"{where}: a content part of type {kind!r} is not text")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -204,10 +204,12 @@ def _train_flag(item: Mapping[str, Any], number: int) -> bool:
             continue
         # True == 1 and False == 0.0, so this is exactly: bool, 0, 1, 0.0, 1.0
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
-            raise RecordRejected("turn_weight", f"turn {number}: {flag} is {value!r}; only 0, 1, true, false")
+            raise RecordRejectedError(
+                "turn_weight", f"turn {number}: {flag} is {value!r}; only 0, 1, true, false"
+            )
         values[flag] = bool(value)
     if len(set(values.values())) > 1:
-        raise RecordRejected("turn_weight", f"turn {number}: the flags {', '.join(values)} disagree")
+        raise RecordRejectedError("turn_weight", f"turn {number}: the flags {', '.join(values)} disagree")
     return next(iter(values.values()), True)
 
 
@@ -215,11 +217,13 @@ def _check_tool_calls(calls: object, number: int) -> None:
     if calls is None:
         return
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RecordRejected("turn_type", f"turn {number}: tool_calls is not a list of objects")
+        raise RecordRejectedError("turn_type", f"turn {number}: tool_calls is not a list of objects")
     for call in calls:
         function = call.get("function", call)
         if not isinstance(function, dict):
-            raise RecordRejected("turn_type", f"turn {number}: the function of a tool call is not an object")
+            raise RecordRejectedError(
+                "turn_type", f"turn {number}: the function of a tool call is not an object"
+            )
         if "arguments" in function:
             decode_arguments(function["arguments"], number)
 
@@ -228,17 +232,17 @@ def decode_arguments(arguments: object, number: int) -> dict[str, Any]:
     """The arguments of a tool call as an object; on the wire they are a JSON string.
 
     Raises:
-        RecordRejected: they are not a JSON object.
+        RecordRejectedError: they are not a JSON object.
     """
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise RecordRejected(
+            raise RecordRejectedError(
                 "tool_arguments", f"turn {number}: the arguments are not JSON: {error}"
             ) from error
     if not isinstance(arguments, dict):
-        raise RecordRejected(
+        raise RecordRejectedError(
             "tool_arguments", f"turn {number}: the arguments are {_kind(arguments)}, not an object"
         )
     return arguments
@@ -249,11 +253,11 @@ def _parse_tools(tools: object) -> tuple[dict[str, Any], ...] | None:
         try:
             tools = msgspec.json.decode(tools)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise RecordRejected("tools", f"the tool list is not JSON: {error}") from error
+            raise RecordRejectedError("tools", f"the tool list is not JSON: {error}") from error
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RecordRejected("tools", "the tool list is not a list of objects")
+        raise RecordRejectedError("tools", "the tool list is not a list of objects")
     return tuple(tools)
 
 

@@ -1,7 +1,7 @@
 """Records that are not used: the reason codes, the list of them, and the limit on their share.
 
 Owns the vocabulary of reason codes (`REASONS`), the file `rejected.jsonl` and the counts by code. It
-decides nothing about a record; whoever finds a fault raises `RecordRejected`, and `prepare` catches it.
+decides nothing about a record; whoever finds a fault raises `RecordRejectedError`, and `prepare` catches it.
 
 Invariants: codes are stable and meant for programs, details are for people; every reject names its file
 and its 1-based line; a reject never ends the preparation, only too large a share of them does.
@@ -43,6 +43,9 @@ REASONS: Mapping[str, str] = {
 }
 """All reason codes. Of `unknown_role` the role follows after a colon."""
 
+_MAX_CODES = 200
+"""A file in which every role is a new word must not fill the memory; further ones share a count."""
+
 
 class Reject(msgspec.Struct, frozen=True):
     """One record that is not used; a line of `rejected.jsonl`.
@@ -62,7 +65,7 @@ class Reject(msgspec.Struct, frozen=True):
     detail: str
 
 
-class RecordRejected(DatasetError):
+class RecordRejectedError(DatasetError):
     """A record cannot be used. Never leaves the preparation: it becomes a `Reject`."""
 
     code = "record_rejected"
@@ -89,18 +92,22 @@ class RejectList:
     def add(self, reject: Reject) -> None:
         """Appends one line."""
         self._sink.write(self._encoder.encode(reject) + b"\n")
-        self.counts[reject.code] = self.counts.get(reject.code, 0) + 1
+        code = reject.code
+        if code not in self.counts and len(self.counts) >= _MAX_CODES:
+            code = code.partition(":")[0]
+        self.counts[code] = self.counts.get(code, 0) + 1
 
 
-def read_rejects(path: Path, limit: int) -> list[Reject]:
-    """The first `limit` rejects of a list."""
-    rejects = []
+def first_rejects(path: Path, per_code: int) -> dict[str, list[Reject]]:
+    """The first few rejects of each reason in a list, by code in the order of their appearance."""
+    found: dict[str, list[Reject]] = {}
     with path.open("rb") as lines:
         for line in lines:
-            if len(rejects) >= limit:
-                break
-            rejects.append(msgspec.json.decode(line, type=Reject))
-    return rejects
+            reject = msgspec.json.decode(line, type=Reject)
+            shown = found.setdefault(reject.code, [])
+            if len(shown) < per_code:
+                shown.append(reject)
+    return found
 
 
 def check_limit(num_records: int, counts: Mapping[str, int], limit: float, rejected_path: Path) -> None:

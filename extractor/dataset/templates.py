@@ -24,7 +24,7 @@ from jinja2 import nodes
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from extractor.dataset.records import decode_arguments
-from extractor.dataset.rejects import RecordRejected
+from extractor.dataset.rejects import RecordRejectedError
 from extractor.errors import ConfigError, PreflightError
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ class ChatTemplate:
             PreflightError: there is no template, the file cannot be read, or it is not valid Jinja.
             ConfigError: an argument has a name that is taken.
         """
-        special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        special = {
+            key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
+        }
         if template is not None:
             try:
                 text = template.read_text(encoding="utf-8")
@@ -116,7 +118,7 @@ class ChatTemplate:
         """The text of a whole conversation, without a generation prompt.
 
         Raises:
-            RecordRejected: `template_error` with the template's message.
+            RecordRejectedError: `template_error` with the template's message.
         """
         return self._render_calls(turns, tools, self._render)
 
@@ -129,7 +131,7 @@ class ChatTemplate:
         both ends of each block, and the rest of the text must come out unchanged.
 
         Raises:
-            RecordRejected: `mask_uncertain` when it does not.
+            RecordRejectedError: `mask_uncertain` when it does not.
         """
         text = self._render_calls(turns, tools, self._render_marked)
         plain: list[str] = []
@@ -143,7 +145,7 @@ class ChatTemplate:
                 plain.append(part)
                 length += len(part)
         if "".join(plain) != rendered or starts:
-            raise RecordRejected("mask_uncertain", "the template's generation blocks cannot be located")
+            raise RecordRejectedError("mask_uncertain", "the template's generation blocks cannot be located")
         return [span for span in spans if span[0] < span[1]]
 
     def _render_calls(
@@ -157,11 +159,11 @@ class ChatTemplate:
             return render([_message(turn) for turn in turns], tools)
         try:
             return render([_message(_with_arguments(turn, decoded=True)) for turn in turns], tools)
-        except RecordRejected as refused:
+        except RecordRejectedError as refused:
             # Templates that join strings want the wire format; those that iterate want objects.
             try:
                 return render([_message(_with_arguments(turn, decoded=False)) for turn in turns], tools)
-            except RecordRejected:
+            except RecordRejectedError:
                 raise refused from None
 
     def _render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -174,10 +176,12 @@ class ChatTemplate:
                 **self._variables,
             )
         except _RENDER_ERRORS as error:
-            raise RecordRejected("template_error", f"{type(error).__name__}: {error}") from error
+            raise RecordRejectedError("template_error", f"{type(error).__name__}: {error}") from error
         return str(texts[0])
 
-    def _render_marked(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _render_marked(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> str:
         try:
             return self._marking.render(
                 messages=messages,
@@ -187,7 +191,7 @@ class ChatTemplate:
                 **self._variables,
             )
         except _RENDER_ERRORS as error:
-            raise RecordRejected("template_error", f"{type(error).__name__}: {error}") from error
+            raise RecordRejectedError("template_error", f"{type(error).__name__}: {error}") from error
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
@@ -202,7 +206,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
-        raise PreflightError(f"{folder}: no such folder", remedy="set model.path to a folder that holds the model")
+        raise PreflightError(
+            f"{folder}: no such folder", remedy="set model.path to a folder that holds the model"
+        )
     try:
         return AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code

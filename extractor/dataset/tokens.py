@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from extractor.dataset.rejects import RecordRejected
+from extractor.dataset.rejects import RecordRejectedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,13 +61,17 @@ class TextTokenizer:
             ids [t], first character [t], character after the last [t].
 
         Raises:
-            RecordRejected: `mask_uncertain` when neither way covers the text without a gap.
+            RecordRejectedError: `mask_uncertain` when neither way covers the text without a gap.
         """
         if not self.has_offsets:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
             return (np.asarray(ids, np.int32), *self._by_bytes(ids, text))
         encoded = self._tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
         )
         ids = encoded["input_ids"]
         offsets = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)  # [t, 2]
@@ -82,7 +86,7 @@ class TextTokenizer:
         return _characters(text, starts, ends)
 
     def pieces(self, ids: Sequence[int]) -> list[tuple[bytes | None, bytes]]:
-        """The bytes of each token, read as byte-level characters (None if it is none) and as SentencePiece."""
+        """The bytes of each token, read as byte-level characters (or None) and as a SentencePiece piece."""
         for token in set(ids) - self._pieces.keys():
             if token in self._added:
                 raw = self._added[token].content.encode()
@@ -133,7 +137,7 @@ def byte_extents(
     """Byte positions of tokens whose bytes, put together, are the text.
 
     Raises:
-        RecordRejected: `mask_uncertain` when they are not (a normalising tokenizer, for example).
+        RecordRejectedError: `mask_uncertain` when they are not (a normalising tokenizer, for example).
     """
     raw = text.encode()
     for scheme in (0, 1):
@@ -148,7 +152,7 @@ def byte_extents(
             ends = np.cumsum([len(token) for token in known], dtype=np.int64) - virtual  # [t]
             starts = np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
             return starts, ends
-    raise RecordRejected("mask_uncertain", "the tokens' bytes do not add up to the rendered text")
+    raise RecordRejectedError("mask_uncertain", "the tokens' bytes do not add up to the rendered text")
 
 
 def _characters(
