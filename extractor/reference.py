@@ -35,6 +35,8 @@ DECODERS = ("model", "model.language_model", "language_model.model", "language_m
 """Where classes of transformers keep the stack of decoder layers with its final norm."""
 
 NORMS = ("norm", "final_layernorm")
+ROUTER = "TopKRouter"
+"""How the classes of routers end whose first output is the logits [T, experts] (transformers 5)."""
 
 
 class ErrorSummary(msgspec.Struct, frozen=True):
@@ -92,14 +94,7 @@ class Reference:
             PreflightError: the class does not call its layers or its final norm as expected.
         """
         taken: dict[str, list[torch.Tensor]] = {tap.name: [] for tap in taps}
-        hooks = [self._hook(tap, taken[tap.name]) for tap in taps]
-        ids_1T = torch.tensor(input_ids, dtype=torch.int64, device=self._device)[None]
-        try:
-            with _exact_float32():
-                self._decoder(input_ids=ids_1T, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        self._run(input_ids, [self._hook(tap, taken[tap.name]) for tap in taps])
         expected = (1, len(input_ids), self.hidden_size)
         for name, tensors in taken.items():
             shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -112,11 +107,46 @@ class Reference:
         return {name: tensors[0][0].float().cpu() for name, tensors in taken.items()}
 
     @torch.no_grad()
+    def routing_margins(self, input_ids: npt.NDArray[np.int32]) -> torch.Tensor | None:
+        """How clearly a mixture-of-experts model chooses the experts of each token.
+
+        The margin of a router is the distance between the last logit that is chosen and the first that is
+        not, relative to the sum of their sizes. Below 2**-8 rounding to bfloat16 may swap the two.
+
+        Args:
+            input_ids: token ids, int32 [T].
+
+        Returns:
+            The smallest margin over all routers, float32 [T]; None when the model has no routers.
+        """
+        margins: list[torch.Tensor] = []
+
+        def on_output(module: Any, _args: Any, output: tuple[torch.Tensor, ...]) -> None:
+            logits = output[0].float()
+            if module.top_k < logits.shape[-1]:
+                chosen, other = logits.topk(module.top_k + 1, dim=-1).values[:, -2:].unbind(dim=-1)
+                margins.append((chosen - other) / (chosen.abs() + other.abs()))
+
+        routers = [m for m in self._decoder.modules() if type(m).__name__.endswith(ROUTER)]
+        self._run(input_ids, [router.register_forward_hook(on_output) for router in routers])
+        return torch.stack(margins).amin(dim=0).cpu() if margins else None
+
+    @torch.no_grad()
     def normalized(self, states: torch.Tensor) -> torch.Tensor:
         """The final norm applied to states [T, H], float32 [T, H]."""
         weight = self._norm.weight
         result: torch.Tensor = self._norm(states.to(device=weight.device, dtype=weight.dtype))
         return result.float().cpu()
+
+    def _run(self, input_ids: npt.NDArray[np.int32], hooks: Sequence[Any]) -> None:
+        """One pass over a sample, with hooks that are removed afterwards."""
+        ids_1T = torch.tensor(input_ids, dtype=torch.int64, device=self._device)[None]
+        try:
+            with _exact_float32():
+                self._decoder(input_ids=ids_1T, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _hook(self, tap: Tap, taken: list[torch.Tensor]) -> Any:
         """Appends the state of a tap to `taken` whenever it passes."""
@@ -158,18 +188,18 @@ def token_errors(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(errors, nan=float("inf"), posinf=float("inf")).float()
 
 
-def summarize(errors: Sequence[torch.Tensor]) -> ErrorSummary:
-    """Maximum and 99th percentile over the tokens of several samples, each float32 [T].
+def summarize(errors: torch.Tensor) -> ErrorSummary:
+    """Maximum and 99th percentile over tokens, from float32 [T].
 
     Raises:
         ValueError: there is no token.
     """
-    joined = torch.cat(list(errors))
+    num_tokens = len(errors)
+    if not num_tokens:
+        raise ValueError("no token to summarize")
     # By rank, not interpolated: an infinite error must not turn the percentile below it into NaN.
-    rank = max(1, -(-len(joined) * 99 // 100))
-    return ErrorSummary(
-        maximum=joined.max().item(), p99=joined.kthvalue(rank).values.item(), num_tokens=len(joined)
-    )
+    rank = -(-num_tokens * 99 // 100)
+    return ErrorSummary(errors.max().item(), errors.kthvalue(rank).values.item(), num_tokens)
 
 
 @contextlib.contextmanager

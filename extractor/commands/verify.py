@@ -69,6 +69,7 @@ class Outcome:
             result |= {
                 "compared_samples": self.compared.num_samples,
                 "compared_tokens": self.compared.num_tokens,
+                "excluded_tokens": self.compared.num_excluded_tokens,
                 "max_rel_err": {tap.name: _finite(tap.max_rel_err) for tap in taps},
                 "bound": {tap.name: tap.bound for tap in taps},
                 "p99_rel_err": {tap.name: _finite(tap.p99) for tap in taps},
@@ -250,6 +251,8 @@ def _tell_comparison(compared: CompareReport, out: Output) -> None:
         f"compared with transformers: {compared.num_samples:,} samples, {compared.num_tokens:,} tokens; "
         "relative error per token"
     )
+    if compared.num_excluded_tokens:
+        out.line(f"  not judged: {compared.num_excluded_tokens:,} tokens, whose experts are a near tie")
     width = max(len(tap.name) for tap in compared.taps)
     for tap in compared.taps:
         out.line(f"  {tap.name:<{width}}  {_tap_line(tap)}")

@@ -147,9 +147,45 @@ def test_states_of_other_shape_are_refused():
         token_errors(torch.ones(3, 2), torch.ones(2, 2))
 
 
-def test_the_summary_joins_samples_and_keeps_the_percentile_apart_from_the_maximum():
-    errors = [torch.full((99,), 0.5), torch.tensor([float("inf")])]
-
-    summary = summarize(errors)
+def test_the_summary_keeps_the_percentile_apart_from_the_maximum():
+    summary = summarize(torch.cat([torch.full((99,), 0.5), torch.tensor([float("inf")])]))
 
     assert (summary.maximum, summary.p99, summary.num_tokens) == (float("inf"), 0.5, 100)
+
+
+def test_no_token_has_no_summary():
+    with pytest.raises(ValueError, match="no token"):
+        summarize(torch.empty(0))
+
+
+def test_a_dense_model_has_no_routing_margins(model_folder, input_ids):
+    assert Reference(model_folder).routing_margins(input_ids) is None
+
+
+def test_routing_margins_are_the_smallest_over_all_routers(tmp_path, input_ids):
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        num_hidden_layers=2,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCAB,
+        initializer_range=0.2,
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        ids = torch.tensor(input_ids.astype(np.int64))[None]
+        logits = torch.stack(model(ids, output_router_logits=True).router_logits)
+    top = logits.sort(dim=-1, descending=True).values
+    expected = ((top[..., 1] - top[..., 2]) / (top[..., 1].abs() + top[..., 2].abs())).amin(dim=0)
+
+    margins = Reference(tmp_path).routing_margins(input_ids)
+
+    assert margins is not None
+    assert torch.allclose(margins, expected, rtol=1e-3)

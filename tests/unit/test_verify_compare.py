@@ -192,6 +192,27 @@ def test_a_bfloat16_run_that_is_one_layer_off_fails_and_is_named(every_state, mo
     assert looks_like(report) == {"layer_003": "layer_003 looks like layer_002: one layer early"}
 
 
+@pytest.mark.parametrize(("dtype", "num_excluded"), [("bfloat16", 6), ("float32", 0)])
+def test_tokens_routed_on_a_near_tie_are_excluded_in_bfloat16_up_to_a_share(
+    every_state, model_folder, monkeypatch, dtype, num_excluded
+):
+    """Every token is a near tie here, so 5 % of 121 are left out: those with the smallest margins."""
+    monkeypatch.setattr(
+        Reference, "routing_margins", lambda _, ids: torch.linspace(0.0, 1e-3, len(ids)), raising=True
+    )
+
+    report = compare(stored(every_state), model_folder, "float32", dtype)
+
+    assert report.num_excluded_tokens == num_excluded
+    assert report.ok
+
+
+def test_a_clear_choice_of_experts_is_judged(every_state, model_folder, monkeypatch):
+    monkeypatch.setattr(Reference, "routing_margins", lambda _, ids: torch.full((len(ids),), 0.1))
+
+    assert compare(stored(every_state), model_folder, "float32", "bfloat16").num_excluded_tokens == 0
+
+
 def test_a_sample_of_one_token_can_be_judged(every_state, model_folder):
     first_id = every_state[0][0][:1]
     states = Reference(model_folder).states(first_id, EVERY_TAP)
