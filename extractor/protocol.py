@@ -106,7 +106,7 @@ class Hello(Report, frozen=True):
 
 
 class Stage(Report, frozen=True):
-    """Where a rank is on its way to Ready: "import", "load", "proof"."""
+    """Where a rank is on its way to Ready: "load", "proof", "warm-up"."""
 
     name: str
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from extractor.protocol import AnyReport
 
 LINE_EVERY_S = 10.0
-STAGES = {"load": "loading the model", "proof": "proving the capture"}
+STAGES = {"load": "loading the model", "proof": "proving the capture", "warm-up": "warming up the kernels"}
 
 
 class RunProgress:
@@ -36,9 +36,15 @@ class RunProgress:
         console = Console(file=out.stderr)
         self._bar: Progress | None = None
         if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-            columns += (TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=console, transient=True)
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TextColumn("{task.fields[rate]}"),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+            )
             self._task = self._bar.add_task("starting", total=total_tokens, rate="")
 
     def __enter__(self) -> RunProgress:

@@ -181,7 +181,7 @@ class Runner:
                 "random_seed",
             )
         } | {"max_total_tokens": int(self.model_runner.max_total_num_tokens), **spec.sglang_args}
-        _check_graphs_off(args)
+        _check_graphs_off()
 
     def prefill(self, sequences: Sequence[np.ndarray]) -> Prefill:
         """One packed prefill of whole sequences, no padding, no cache.
@@ -290,17 +290,20 @@ def _server_args(spec: EngineSpec) -> Any:
 
 
 def _publish(args: Any) -> Any:
-    """Port arguments; in 0.5.23 the settings must also be resolved and published before loading."""
+    """Port arguments, after what one_batch sets up in a process before it loads a model."""
+    from sglang.benchmark import one_batch
     from sglang.srt.server_args import PortArgs
 
-    if hasattr(args, "resolve_once"):
-        from sglang.benchmark import one_batch
+    if hasattr(args, "resolve_once"):  # 0.5.23: settings are resolved and published first
         from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
 
         args.resolve_once()
         world_rank = spawn_world_rank(args, tp_rank=0, pp_rank=0)
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=0))
         one_batch._init_process_global_configs()  # noqa: SLF001 - what one_batch itself calls here
+    else:  # 0.5.17
+        for initialize in ("initialize_moe_config", "initialize_fp8_gemm_config", "initialize_fp4_gemm_config"):
+            getattr(one_batch, initialize)(args)
     return PortArgs.init_new(args)
 
 
@@ -313,11 +316,11 @@ def _resolved(args: Any, name: str) -> Any:
     return resolution_result(args, name)
 
 
-def _check_graphs_off(args: Any) -> None:
-    for name in ("cuda_graph_backend_decode", "cuda_graph_backend_prefill"):
-        value = _resolved(args, name)
-        if value not in ("disabled", None):
-            raise EngineError(f"SGLang set {name} to {value!r}; capture needs all CUDA graphs off")
+def _check_graphs_off() -> None:
+    from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
+
+    if not cuda_graph_fully_disabled():
+        raise EngineError("SGLang turned CUDA graphs on again; hooks do not run when a graph is replayed")
 
 
 def _make_req(index: int, ids: np.ndarray) -> Any:

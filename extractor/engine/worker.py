@@ -89,6 +89,8 @@ class Worker:
         engine = Engine(self._spec)
         self._channel.send(protocol.Stage("proof"))
         lines = prove(engine, self._proof_sequences())
+        if self._spec.device == "cuda":
+            self._warm_up(engine)
         self._channel.send(
             protocol.Ready(
                 load_s=time.monotonic() - started_at,
@@ -99,6 +101,13 @@ class Worker:
             )
         )
         return engine
+
+    def _warm_up(self, engine: Engine) -> None:
+        """One pass of the fullest batch: kernels are compiled, and a budget too large for the GPU fails now."""
+        self._channel.send(protocol.Stage("warm-up"))
+        batches = [batch for shard in self._plan for batch in shard.batches]
+        fullest = max(batches, key=lambda batch: sum(int(self._samples.lengths[index]) for index in batch))
+        engine.forward([self._samples.sample(index).input_ids for index in fullest])
 
     def _proof_sequences(self) -> list[np.ndarray]:
         """Real token ids that differ: heads of the first samples, or of one sample from different places."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,7 +22,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from extractor.engine import sglang_compat
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from extractor.engine import sglang_compat  # noqa: E402
+from tests.support import small_models  # noqa: E402
 
 QWEN3_8B = {
     "vocab_size": 151936,
@@ -102,9 +107,9 @@ def _dummy_run(args: argparse.Namespace, work: Path) -> dict:
     model = work / "model"
     _make_dummy_model(model)
     conversations = work / "conversations.jsonl"
-    _make_conversations(conversations, args.samples)
-    template = work / "template.jinja"
-    template.write_text("{% for m in messages %}<{{ m.role }}> {{ m.content }} <end>{% endfor %}")
+    rng = random.Random(0)
+    lengths = [min(4000, max(64, int(rng.lognormvariate(6.7, 0.7)))) for _ in range(args.samples)]
+    small_models.conversations(conversations, lengths)
     return {
         "model": {
             "path": str(model),
@@ -113,7 +118,7 @@ def _dummy_run(args: argparse.Namespace, work: Path) -> dict:
             "attention_backend": args.backend,
             "sglang": {"load_format": "dummy"},
         },
-        "data": {"files": [str(conversations)], "template": str(template), "max_len": 4096},
+        "data": {"files": [str(conversations)], "max_len": 4096},
         "taps": {"layers": [1, 17, 32], "final": True},
         "output": {"dir": str(work / "out"), "shard_bytes": 1_000_000_000},
         "batch": {"max_tokens": args.max_tokens},
@@ -124,40 +129,15 @@ def _dummy_run(args: argparse.Namespace, work: Path) -> dict:
 def _make_dummy_model(folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
-    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import Qwen3Config
 
     folder.mkdir()
     config = Qwen3Config(**QWEN3_8B)
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
+    # SGLang draws dummy weights; the file only shows that the folder is a model's.
     save_file({"placeholder": torch.zeros(1)}, folder / "model.safetensors")
-    words = ["<unk>", "<user>", "<assistant>", "<end>", *(f"t{number}" for number in range(4, 1024))]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "model_max_length": 40960}
-        )
-    )
-
-
-def _make_conversations(path: Path, count: int) -> None:
-    import random
-
-    rng = random.Random(0)
-    with path.open("w") as file:
-        for number in range(count):
-            length = min(4000, max(64, int(rng.lognormvariate(6.7, 0.7))))
-            words = [f"t{rng.randrange(4, 1024)}" for _ in range(length)]
-            messages = [
-                {"role": "user", "content": " ".join(words[: length // 2])},
-                {"role": "assistant", "content": " ".join(words[length // 2 :])},
-            ]
-            file.write(json.dumps({"id": str(number), "messages": messages}) + "\n")
+    small_models.add_tokenizer(folder)
 
 
 def _in_process(spec, batches, tokens: int, rounds: int) -> dict[str, list[float]]:  # noqa: ANN001
@@ -220,6 +200,7 @@ def _extract(tree: dict, output: Path) -> float:
     if done.returncode:
         raise SystemExit(done.stderr)
     result = json.loads(done.stdout)
+    shutil.rmtree(output)
     print(
         f"  extract: {result['tokens_per_s']:,.0f} tokens/s, load {result['load_s']:.0f} s, "
         f"{result['bytes'] / result['seconds'] / 1e6:,.0f} MB/s, peak RSS {result['peak_rss_bytes'] / 1e9:.1f} GB",
