@@ -45,6 +45,7 @@ REASONING_TAGS = (
 
 _PLANES = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
+_SPARSE = 16
 _MAX_EDGE = 16
 """Longest white space at an edge that is searched character by character when a template keeps only part."""
 
@@ -133,22 +134,30 @@ class Tracer:
     def _probe_cores(
         self, solid: Mapping[Key, Piece]
     ) -> tuple[dict[Key, list[int]], dict[Key, list[tuple[int, int]]]]:
-        """Probes all pieces at once or, when the template reacts to that, each piece on its own."""
-        probes = {key: self._choose_probes(piece.text, protect=True) for key, piece in solid.items()}
-        hits = self._observe(probes)
+        """Probes all pieces at once or, when the template reacts to that, each piece on its own.
+
+        A part of the letters is enough where all of them come out; where a text was cut, all are needed to
+        see the place.
+        """
+        dense = {key: self._choose_probes(piece.text, protect=True) for key, piece in solid.items()}
+        sparse = {key: sorted({*indices[::_SPARSE], indices[-1]}) for key, indices in dense.items()}
+        hits = self._observe(sparse)
+        if hits is not None and all(len(hits[key]) == len(sparse[key]) for key in solid):
+            return sparse, hits
+        hits = self._observe(dense)
         if hits is not None:
-            return probes, hits
+            return dense, hits
         hits = {}
         for key, piece in solid.items():
             for protect in (True, False):
-                probes[key] = self._choose_probes(piece.text, protect=protect)
-                alone = self._observe({key: probes[key]})
+                dense[key] = self._choose_probes(piece.text, protect=protect)
+                alone = self._observe({key: dense[key]})
                 if alone is not None:
                     hits[key] = alone[key]
                     break
             else:
                 raise _uncertain(key, "the template changes the text, or decides by its letters")
-        return probes, hits
+        return dense, hits
 
     def _choose_probes(self, text: str, *, protect: bool) -> list[int]:
         """Indices of the characters to replace: visible ones, outside what the template may look for."""
@@ -186,7 +195,8 @@ class Tracer:
 
     def _render_probed(self, owners: Mapping[str, tuple[Key, int]]) -> str | None:
         """The output with probes in it, or None if undoing them does not give the first rendering."""
-        texts = {key: list(self._pieces[key].text) for key, _ in owners.values()}
+        keys = {key for key, _ in owners.values()}
+        texts = {key: list(self._pieces[key].text) for key in keys}
         back = {}
         for probe, (key, index) in owners.items():
             back[ord(probe)] = self._pieces[key].text[index]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from dataset_bench import DATA, answer, span_texts, talk, user
 
+from extractor.dataset.masks import LossMasker, MaskOptions
 from extractor.dataset.records import Turn
 from extractor.dataset.rejects import RecordRejectedError
+from extractor.dataset.templates import ChatTemplate
 
 EXCHANGES = (user("Hi there?"), answer("Hello, friend."), user("And then?"), answer("Nothing more.\n\nBye!"))
 ENDS = {
@@ -135,10 +137,16 @@ def test_tool_calls_without_generation_blocks_are_reported_as_not_supervised(ben
     assert "tool_calls_unsupervised" in masked.warnings
 
 
-def test_a_dropped_system_turn_is_reported(bench):
-    masked = bench.mask("system_moved", Turn("developer", "Be short."), user("Hi"), answer("Hello."))
+def test_a_dropped_system_turn_is_reported(bench, tmp_path):
+    path = tmp_path / "drops.jinja"
+    path.write_text(
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    masker = LossMasker(ChatTemplate.load(bench.tokenizer, path, {}), bench.text_tokenizer, MaskOptions())
 
-    assert masked.warnings == () or "template_dropped_content" in masked.warnings
+    masked = masker.mask(talk(Turn("system", "Be short."), user("Hi"), answer("Hello.")))
+
+    assert masked.warnings == ("template_dropped_content",)
 
 
 def test_equal_texts_in_all_turns_are_told_apart(bench):
@@ -179,9 +187,6 @@ def test_a_template_that_rewrites_answers_is_rejected_not_guessed(bench, name):
     ],
 )
 def test_repeated_reordered_and_edited_answers_are_rejected(bench, tmp_path, source):
-    from extractor.dataset.masks import LossMasker, MaskOptions
-    from extractor.dataset.templates import ChatTemplate
-
     path = tmp_path / "odd.jinja"
     path.write_text(source)
     masker = LossMasker(ChatTemplate.load(bench.tokenizer, path, {}), bench.text_tokenizer, MaskOptions())
@@ -209,8 +214,6 @@ def test_private_use_characters_in_the_data_do_not_confuse_the_probes(bench):
 
 
 def test_templates_see_a_fixed_day(bench, tmp_path):
-    from extractor.dataset.templates import ChatTemplate
-
     path = tmp_path / "day.jinja"
     path.write_text("{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}")
 
