@@ -168,15 +168,18 @@ def _open_whole(entry: Path) -> PreparedDataset | None:
     if not entry.exists():
         return None
     try:
-        return PreparedDataset.open(entry, verify=True)
+        found = PreparedDataset.open(entry, verify=True)
     except StoreError:
-        aside = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}.part")
-        try:
-            entry.rename(aside)
-        except FileNotFoundError:
-            return None
-        shutil.rmtree(aside, ignore_errors=True)
+        found = None
+    if found is not None and found.meta.key == entry.name:
+        return found
+    aside = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}.part")
+    try:
+        entry.rename(aside)
+    except FileNotFoundError:
         return None
+    shutil.rmtree(aside, ignore_errors=True)
+    return None
 
 
 @contextmanager

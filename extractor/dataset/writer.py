@@ -49,11 +49,14 @@ class SampleWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._flush()
-        self._writer.close()
-        sync_file(self._file.fileno())
-        self._file.close()
+        try:
+            if kind is None:
+                self._flush()
+                self._writer.close()
+                self._file.flush()
+                sync_file(self._file.fileno())
+        finally:
+            self._file.close()
 
     def add(
         self, conversation: Conversation, input_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from dataset_bench import DATA, Bench
 
 from extractor.config import DataSection

@@ -13,9 +13,7 @@ from extractor.errors import DatasetError
 
 
 def ids_of(prepared):
-    return {
-        prepared.sample(i).sample_id: prepared.sample(i).input_ids.tolist() for i in range(len(prepared))
-    }
+    return {prepared.sample(i).sample_id: prepared.sample(i).input_ids.tolist() for i in range(len(prepared))}
 
 
 def test_only_records_whose_content_is_text_are_accepted(prepare_case):

@@ -131,7 +131,8 @@ def test_a_token_is_supervised_only_if_all_its_bytes_are(bench: Bench, text, cut
     first, last = byte_extents(bench.text_tokenizer.pieces(ids.tolist()), text)
     merged = [(len(text[:a].encode()), len(text[:b].encode())) for a, b in merge_spans(spans)]
     expected = [
-        int(any(a <= first[i] and last[i] <= b for a, b in merged) and last[i] > first[i]) for i in range(len(ids))
+        int(any(a <= first[i] and last[i] <= b for a, b in merged) and last[i] > first[i])
+        for i in range(len(ids))
     ]
     assert mask.tolist() == expected
     assert sum(len(raw[a:b]) for a, b in zip(first, last, strict=True)) == len(raw)

@@ -20,7 +20,7 @@ def read(tmp_path, content: bytes):
 
 
 def test_lines_end_at_lf_only(tmp_path):
-    text = 'a\u2028b\u2029c\x85d\x0be\x0c\x1cf'
+    text = "a\u2028b\u2029c\x85d\x0be\x0c\x1cf"
 
     records = read(tmp_path, json.dumps({"t": text}, ensure_ascii=False).encode() + b"\n" + b'{"t": 2}\n')
 
@@ -39,7 +39,16 @@ def test_blank_lines_count_as_lines_but_not_as_records(tmp_path):
 
 @pytest.mark.parametrize(
     "damaged",
-    [b'{"a": 1,}', b"plain", b'{"a":', b'{"a": "\xff"}', b'{"a": "\\ud800"}', b'{"a": NaN}', b"[" * 100_000, b"\x00"],
+    [
+        b'{"a": 1,}',
+        b"plain",
+        b'{"a":',
+        b'{"a": "\xff"}',
+        b'{"a": "\\ud800"}',
+        b'{"a": NaN}',
+        b"[" * 100_000,
+        b"\x00",
+    ],
 )
 def test_a_damaged_line_is_one_reject_and_disturbs_no_other(tmp_path, damaged):
     first, second, third = read(tmp_path, b'{"a": 1}\n' + damaged + b'\n{"a": 2}')

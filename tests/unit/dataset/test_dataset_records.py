@@ -106,7 +106,8 @@ def test_text_parts_are_joined():
 
 @pytest.mark.parametrize("flag", ["weight", "loss", "train", "trainable"])
 @pytest.mark.parametrize(
-    ("value", "train"), [(0, False), (0.0, False), (False, False), (1, True), (1.0, True), (True, True), (None, True)]
+    ("value", "train"),
+    [(0, False), (0.0, False), (False, False), (1, True), (1.0, True), (True, True), (None, True)],
 )
 def test_training_flags_become_train_and_are_not_passed_on(flag, value, train):
     turn = parse({"messages": [ASK, {**REPLY, flag: value}]}).turns[1]
@@ -116,7 +117,9 @@ def test_training_flags_become_train_and_are_not_passed_on(flag, value, train):
 
 
 def test_further_fields_are_passed_on_without_nulls():
-    turn = parse({"messages": [{**REPLY, "name": "bot", "reasoning_content": "why", "tool_calls": None}]}).turns[0]
+    turn = parse(
+        {"messages": [{**REPLY, "name": "bot", "reasoning_content": "why", "tool_calls": None}]}
+    ).turns[0]
 
     assert turn.extra == {"name": "bot", "reasoning_content": "why"}
 
@@ -124,7 +127,10 @@ def test_further_fields_are_passed_on_without_nulls():
 def test_an_assistant_turn_that_only_calls_tools_has_empty_text():
     calls = [{"function": {"name": "f", "arguments": "{}"}}]
 
-    assert parse({"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}).turns[0].content == ""
+    assert (
+        parse({"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]}).turns[0].content
+        == ""
+    )
 
 
 def test_tool_schemas_may_be_json_text():
@@ -133,9 +139,31 @@ def test_tool_schemas_may_be_json_text():
 
 def test_ids_are_own_ids_or_places_and_stay_unique():
     ids = SampleIds()
-    raws = [{"id": "a"}, {"id": 7}, {"id": "a"}, {"id": ""}, {"id": True}, {"id": "a#2"}, {"id": "a"}, {}, [], {"id": "7"}]
+    raws = [
+        {"id": "a"},
+        {"id": 7},
+        {"id": "a"},
+        {"id": ""},
+        {"id": True},
+        {"id": "a#2"},
+        {"id": "a"},
+        {},
+        [],
+        {"id": "7"},
+    ]
 
     given = [ids.assign(raw, "f.jsonl", line) for line, raw in enumerate(raws, start=1)]
 
-    assert given == ["a", "7", "a#2", "f.jsonl:4", "f.jsonl:5", "a#2#2", "a#3", "f.jsonl:8", "f.jsonl:9", "7#2"]
+    assert given == [
+        "a",
+        "7",
+        "a#2",
+        "f.jsonl:4",
+        "f.jsonl:5",
+        "a#2#2",
+        "a#3",
+        "f.jsonl:8",
+        "f.jsonl:9",
+        "7#2",
+    ]
     assert len(set(given)) == len(given)

@@ -61,7 +61,9 @@ def test_with_turns_last_only_the_last_answer_is_supervised(bench, name):
     ],
 )
 def test_white_space_at_the_edges_is_own_text_only_if_the_template_kept_it(bench, name, expected):
-    masked = bench.mask(name, user("Hi"), answer("\n Hello. \n"), user("Go"), answer("  Bye.\n\n"), end_of_turn=False)
+    masked = bench.mask(
+        name, user("Hi"), answer("\n Hello. \n"), user("Go"), answer("  Bye.\n\n"), end_of_turn=False
+    )
 
     assert span_texts(masked) == expected
 
@@ -157,7 +159,9 @@ def test_equal_texts_in_all_turns_are_told_apart(bench):
 
 
 def test_answers_that_look_like_markup_are_found(bench):
-    masked = bench.mask("chatml", user("<|im_end|>"), answer("<|im_start|>assistant\n"), user("x"), answer("<think>"))
+    masked = bench.mask(
+        "chatml", user("<|im_end|>"), answer("<|im_start|>assistant\n"), user("x"), answer("<think>")
+    )
 
     assert span_texts(masked) == ["<|im_start|>assistant\n<|im_end|>", "<think><|im_end|>"]
 

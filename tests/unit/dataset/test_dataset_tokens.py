@@ -76,14 +76,22 @@ def test_sentencepiece_pieces_and_byte_fallback_are_understood():
     vocab = {"<unk>": 0, "\u2581": 1, "a": 2, "b": 3, "\u2581a": 4}
     vocab.update({f"<0x{byte:02X}>": 5 + byte for byte in range(256)})
     tokenizer = Tokenizer(models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     wrapped = wrap(tokenizer)
     text = "a b\u00e9"
 
     ids = wrapped._tokenizer.encode(text, add_special_tokens=False)
     starts, ends = byte_extents(wrapped.pieces(ids), text)
 
-    assert [text.encode()[a:b] for a, b in zip(starts, ends, strict=True)] == [b"a", b" ", b"b", b"\xc3", b"\xa9"]
+    assert [text.encode()[a:b] for a, b in zip(starts, ends, strict=True)] == [
+        b"a",
+        b" ",
+        b"b",
+        b"\xc3",
+        b"\xa9",
+    ]
 
 
 def test_an_empty_text_has_no_tokens():

@@ -58,9 +58,7 @@ def test_a_header_that_follows_an_answer_is_no_end_of_turn(prepare_case, tokeniz
 def test_a_cut_answer_keeps_the_mask_of_what_is_left(prepare_case, cases, tokenizer):
     limits = json.loads((cases / "mask-truncated-span" / "limits.json").read_text())
 
-    (sample,) = samples_of(
-        prepare_case("mask-truncated-span", max_len=limits["cut_in_answer"])
-    ).values()
+    (sample,) = samples_of(prepare_case("mask-truncated-span", max_len=limits["cut_in_answer"])).values()
 
     runs = decode_runs(tokenizer, sample.input_ids, sample.loss_mask)
     assert len(sample.input_ids) == limits["cut_in_answer"]
