@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -14,6 +14,9 @@ from extractor.store import manifest
 from extractor.store.pipeline import ShardRecord, ShardSpec, WriterPool
 from extractor.store.tensors import ITEM_BYTES
 from extractor.taps import TapSelection, select
+
+if TYPE_CHECKING:
+    import threading
 
 CASES = Path(__file__).resolve().parents[2] / "data" / "cases"
 NUM_LAYERS = 8
@@ -48,10 +51,7 @@ def make_states(tap: str, sample: Sample, dtype: str = "bfloat16", hidden: int =
     """Finite states of one sample, [t, H * bytes per value] as uint8."""
     rng = np.random.default_rng([sample.index, *tap.encode()])
     values = rng.standard_normal((sample.input_ids.size, hidden)).astype(np.float32)
-    if dtype == "bfloat16":
-        words = (values.view(np.uint32) >> 16).astype(np.uint16)
-    else:
-        words = values.astype(dtype)
+    words = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else values.astype(dtype)
     return words.view(np.uint8).reshape(sample.input_ids.size, hidden * ITEM_BYTES[dtype])
 
 
@@ -215,3 +215,8 @@ def tree(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def kill_dataset() -> Dataset:
+    """Some shards with several batches each, for tests that kill a writer."""
+    return Dataset([8, 7, 5, 8, 6, 8, 4, 8], geometry=Geometry(max_tokens=8, shard_tokens=24))

@@ -3,13 +3,13 @@
 import msgspec
 import numpy as np
 import xxhash
+from store_support import CASES, FakeBlock, Outcome, Sample
 
 from extractor.plan import Geometry, Shard
 from extractor.store import names
 from extractor.store.pipeline import ShardSpec, WriterPool
 from extractor.store.record import decode_record, encode_record, read_record
 from extractor.taps import select
-from store_support import CASES, FakeBlock, Outcome, Sample
 
 GOLDEN = CASES / "store-format-1"
 LENGTHS = (3, 2, 4)
@@ -82,5 +82,5 @@ def test_a_record_survives_encoding():
 
 def test_a_record_names_neither_time_nor_host():
     text = (GOLDEN / names.RECORD).read_text()
-    words = {key for key in msgspec.json.decode(text)}
+    words = set(msgspec.json.decode(text))
     assert not words & {"time", "date", "host", "created", "hostname", "user"}

@@ -1,4 +1,5 @@
 import errno
+import itertools
 import threading
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from store_support import HIDDEN, TAPS, Dataset, FakeBlock, Outcome, make_states, tree
 
 from extractor.errors import BugError
 from extractor.plan import Geometry, Shard
@@ -15,7 +17,6 @@ from extractor.store.faults import FaultyFileSystem, fail_on, full_after, no_fau
 from extractor.store.pipeline import WriterPool
 from extractor.store.record import ShardRecord
 from extractor.store.scan import scan
-from store_support import HIDDEN, TAPS, Dataset, FakeBlock, Outcome, make_states, tree
 
 LENGTHS = [5, 9, 3, 7, 7, 2, 11, 4]
 
@@ -72,7 +73,7 @@ def test_the_split_into_batches_leaves_no_trace_in_a_shard(tmp_path_factory, dat
     cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)), max_size=4)) | {len(lengths)})
     reasons = dict.fromkeys(data.draw(st.sets(st.sampled_from(order), max_size=2)), "non_finite")
     for name, edges in (("whole", [0, len(lengths)]), ("split", [0, *cuts])):
-        batches = tuple(order[a:b] for a, b in zip(edges, edges[1:], strict=False) if a < b)
+        batches = tuple(order[a:b] for a, b in itertools.pairwise(edges) if a < b)
         dataset.shards = [Shard(0, batches, sum(lengths))]
         outcome = dataset.write(folder / name, reasons=reasons)
         assert outcome.errors == []

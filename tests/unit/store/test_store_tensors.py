@@ -1,4 +1,4 @@
-import os
+import itertools
 import struct
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from store_support import CASES
 
 from extractor.errors import BugError, StoreError
 from extractor.store.faults import FaultyFileSystem, fail_on
@@ -23,7 +24,6 @@ from extractor.store.tensors import (
     read_header,
 )
 from extractor.store.verify import check_file
-from store_support import CASES
 
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -43,7 +43,7 @@ def write(path: Path, states: torch.Tensor, cuts=(), *, planned=None, files=None
         dtype=str(states.dtype).removeprefix("torch."),
     )
     edges = [0, *sorted(cuts), num_tokens]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         writer.append(as_bytes(states[begin:end].contiguous()))
     return writer.finish()
 
@@ -107,7 +107,7 @@ def test_fewer_rows_than_planned_give_the_same_file_as_planned_so(tmp_path, plan
 def test_a_complete_file_is_never_read_back(tmp_path):
     files = FaultyFileSystem(fail_on("read_at"))
     write(tmp_path / "a.safetensors", torch.randn(5, 3), files=files)
-    with pytest.raises(OSError, match="b.safetensors"):
+    with pytest.raises(OSError, match=r"b\.safetensors"):
         write(tmp_path / "b.safetensors", torch.randn(5, 3), planned=6, files=files)
 
 
@@ -149,7 +149,7 @@ def test_no_error_of_the_disk_is_swallowed(tmp_path, method):
 
 def test_space_is_reserved_before_the_first_row(tmp_path):
     writer = StatesWriter(RealFileSystem(), tmp_path / "a", num_tokens=1000, hidden_size=64, dtype="float32")
-    stat = os.stat(tmp_path / "a")
+    stat = (tmp_path / "a").stat()
     writer.close()
     # A file system without fallocate leaves the file as short as its header.
     assert stat.st_size in {DATA_OFFSET + 256_000, DATA_OFFSET}
@@ -233,5 +233,5 @@ def test_hostile_headers_are_refused(tmp_path, data, code):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(StoreError, match="gone.safetensors: the file is missing"):
+    with pytest.raises(StoreError, match=r"gone\.safetensors: the file is missing"):
         read_header(tmp_path / "gone.safetensors")
