@@ -43,6 +43,8 @@ REASONING_TAGS = (
     "<|END_THINKING|>",
 )
 
+CLOSING_TAGS = REASONING_TAGS[1::2]
+
 _PLANES = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 _SPARSE = 16
@@ -79,7 +81,10 @@ class OwnText:
 
 @dataclass(frozen=True)
 class _Extent:
-    """The part [low, high) of a piece's text that stands at [start, end) of the rendered text."""
+    """The part [low, high) of a piece's text that stands at [start, end) of the rendered text.
+
+    With `after_inserted` a reasoning block that the template adds anyway takes the place of the own one.
+    """
 
     start: int
     end: int
@@ -87,6 +92,7 @@ class _Extent:
     high: int
     dropped: bool
     reformatted: bool
+    after_inserted: bool = False
 
 
 class Tracer:
@@ -223,8 +229,23 @@ class Tracer:
                 reformatted = True
         start, low, loose_left = self._grow_left(text, probes, hits[0])
         end, high, loose_right = self._grow_right(text, probes, hits[-1])
-        dropped = bool(text[:low].strip() or text[high:].strip())
-        return _Extent(start, end, low, high, dropped, reformatted or loose_left or loose_right)
+        inserted = low < hits[0][1] and self._is_inserted(piece, hits[0][1])
+        if inserted:
+            start, low, loose_left = *hits[0], False
+        dropped = bool((text[:low].strip() and not inserted) or text[high:].strip())
+        return _Extent(start, end, low, high, dropped, reformatted or loose_left or loose_right, inserted)
+
+    def _is_inserted(self, piece: Piece, index: int) -> bool:
+        """Whether a closed reasoning block before the text is there without the record's own block too.
+
+        Then it is the template's, and records that render equally get equal masks.
+        """
+        if not piece.text[:index].rstrip().endswith(CLOSING_TAGS):
+            return False
+        try:
+            return self._render_with({piece.key: piece.text[index:]}) == self._rendered
+        except RecordRejectedError:
+            return False
 
     def _grow_left(self, text: str, probes: Sequence[int], hit: tuple[int, int]) -> tuple[int, int, bool]:
         """Adds markup that stands before the first character that came out, if all of it does."""
@@ -339,7 +360,7 @@ def _edges(text: str, extent: _Extent) -> tuple[int, int]:
     """Widths of the white space directly before and after the part that came out."""
     if extent.end == extent.start:
         return 0, 0
-    before, after = text[: extent.low], text[extent.high :]
+    before, after = "" if extent.after_inserted else text[: extent.low], text[extent.high :]
     return len(before) - len(before.rstrip()), len(after) - len(after.lstrip())
 
 

@@ -113,6 +113,28 @@ def test_an_inserted_empty_block_is_supervised_only_when_asked(bench):
     ]
 
 
+@pytest.mark.parametrize("inserted_reasoning", [True, False])
+@pytest.mark.parametrize("own", ["<think>\n\n</think>\n\n", "</think>\n\n", "<think></think>"])
+def test_an_own_empty_block_that_the_template_adds_anyway_is_treated_as_inserted(
+    bench, own, inserted_reasoning
+):
+    plain = bench.mask("think_rewrite", user("Hi"), answer("Hello."), inserted_reasoning=inserted_reasoning)
+
+    masked = bench.mask(
+        "think_rewrite", user("Hi"), answer(f"{own}Hello."), inserted_reasoning=inserted_reasoning
+    )
+
+    assert masked.text == plain.text
+    assert masked.loss_mask.tolist() == plain.loss_mask.tolist()
+    assert "template_dropped_content" not in masked.warnings
+
+
+def test_an_own_empty_block_is_own_text_where_the_template_adds_none(bench):
+    masked = bench.mask("chatml", user("Hi"), answer("<think>\n\n</think>\n\nHello."))
+
+    assert span_texts(masked) == ["<think>\n\n</think>\n\nHello.<|im_end|>"]
+
+
 def test_generation_blocks_in_a_macro_are_found_where_they_are(bench):
     call = {"function": {"name": "add", "arguments": {"a": 3}}}
 
