@@ -150,7 +150,8 @@ def acquire(
     Raises:
         LeaseError: another run holds it; the message names host, pid and run.
         LeaseBusyError: its holder is gone, and a worker still finishes a shard.
-        AccessError: the folder cannot be made or written.
+        AccessError: the folder may not be made or written.
+        StoreError: the file system refuses for another reason.
     """
     machine = machine or RealMachine()
     try:
@@ -170,6 +171,9 @@ def acquire(
         )
         _write_record(output, record)
         _check_won(output, record)
+    except OSError as error:
+        os.close(fd)
+        raise atomic.explain(error, output / names.LEASE_LOCK, "locked") from error
     except BaseException:
         os.close(fd)
         raise
@@ -184,13 +188,17 @@ def read_lease(output: Path) -> LeaseRecord | None:
     """Who holds the folder; None if nobody does, or if the file is no lease. Blocking.
 
     Raises:
-        OSError: the file is there and cannot be read.
+        StoreError: the file is there and cannot be read.
+        AccessError: it may not be read.
     """
+    path = output / names.LEASE
     try:
-        return msgspec.json.decode((output / names.LEASE).read_bytes(), type=LeaseRecord)
+        return msgspec.json.decode(path.read_bytes(), type=LeaseRecord)
     except (FileNotFoundError, msgspec.DecodeError):
         # A lease that says nothing protects nothing; it carries no data, so it may be replaced.
         return None
+    except OSError as error:
+        raise atomic.explain(error, path, "read") from error
 
 
 def _wait_for_lock(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from extractor.errors import AccessError, LeaseBusyError, LeaseError
+from extractor.errors import AccessError, LeaseBusyError, LeaseError, StoreError
 from extractor.store import lease, names
 from extractor.store.holder import ProcessIdentity, RealMachine, is_alive, own_identity
 from extractor.store.lease import LeaseRecord, acquire, read_lease
@@ -264,11 +264,19 @@ def test_a_folder_that_may_not_be_written_is_an_access_error(tmp_path, monkeypat
     assert caught.value.exit_code == 5
 
 
+def test_a_file_system_that_fails_while_locking_is_named(tmp_path, monkeypatch):
+    def fail(_fd, _operation):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(lease.fcntl, "flock", fail)
+    with pytest.raises(StoreError, match=r"lease\.lock: cannot be locked: Input/output error"):
+        acquire(tmp_path, "mine", machine=FakeMachine())
+
+
 def test_an_output_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "out").write_bytes(b"")
-    with pytest.raises(Exception, match="cannot be written") as caught:
+    with pytest.raises(StoreError, match="cannot be written"):
         acquire(tmp_path / "out", "mine", machine=FakeMachine())
-    assert caught.value.exit_code == 1
 
 
 def test_the_real_machine_knows_this_process():
