@@ -115,6 +115,10 @@ def summary(prepared: PreparedDataset) -> list[str]:
         f"template: {printable(meta.template_source)}; mask: turns {meta.mask.turns}, "
         f"end_of_turn {meta.mask.end_of_turn}, inserted_reasoning {meta.mask.inserted_reasoning}",
     ]
+    if meta.mask.end_of_turn and not meta.end_markers:
+        lines.append(
+            "warning: no token could be confirmed as the end of an answer in this template; none is supervised"
+        )
     lines += [f"warning {code}: {count} records" for code, count in meta.counts.warnings.items()]
     if rejected:
         for code, places in first_rejects(prepared.rejected_path, PLACES_PER_REASON).items():
@@ -188,5 +192,6 @@ def _as_object(prepared: PreparedDataset) -> dict[str, object]:
         "max_len": meta.max_len,
         "template": meta.template_source,
         "border_rule": meta.border_rule,
+        "end_markers": list(meta.end_markers),
         "rejected_path": str(prepared.rejected_path),
     }

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from extractor.dataset.tokens import EndMarker, TextTokenizer
 
 WARNINGS: Mapping[str, str] = {
-    "template_dropped_content": "the template left out text of the record (old reasoning, a system turn)",
+    "template_dropped_content": "the template left out or rewrote text of the record (old reasoning, system)",
     "template_reformatted_content": "the template changed white space around reasoning tags",
     "reasoning_markup_unbalanced": "an answer opens and closes reasoning tags a different number of times",
     "tool_calls_unsupervised": "an assistant turn has tool calls, which are rendered but not supervised",
@@ -149,11 +149,15 @@ class LossMasker:
             spans.insert(0, (spans[0][0] - len(block), spans[0][0]))
         if self._options.end_of_turn:
             end = spans[-1][1]
-            spans.append((end, end + self._end_marker_at(traced.text, end)))
+            spans.append((end, end + self._end_marker_at(traced, turn, end)))
         return spans
 
-    def _end_marker_at(self, text: str, at: int) -> int:
-        """Length of the end marker at a position, 0 if there is none."""
+    def _end_marker_at(self, traced: _Traced, turn: int, at: int) -> int:
+        """Length of the end marker at a position, 0 if there is none, or it is the next speaker's text."""
+        text = traced.text
+        following = traced.turns[turn + 1].content if turn + 1 < len(traced.turns) else ""
+        if following and text.startswith(following, at):
+            return 0
         for marker in self.end_markers:
             if text.startswith(marker.text, at):
                 end = at + len(marker.text)

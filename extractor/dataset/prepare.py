@@ -119,7 +119,8 @@ def prepare(
             raise DatasetError(
                 "a data file changed while it was read", remedy="prepare again when it is complete"
             )
-        write_meta(folder, _meta(folder, parts, template, counts))
+        markers = tuple(marker.text for marker in masker.end_markers)
+        write_meta(folder, _meta(folder, parts, template.source, markers, counts))
 
     prepared = cache.open_or_build(cache_dir, parts.key(), build)
     counts = prepared.meta.counts
@@ -216,7 +217,9 @@ def _hash_files(paths: list[Path], report: Callable[[PrepareProgress], None]) ->
     return tuple(cache.hash_data_file(path, on_bytes) for path in paths)
 
 
-def _meta(folder: Path, parts: cache.KeyParts, template: ChatTemplate, counts: Counts) -> PreparedMeta:
+def _meta(
+    folder: Path, parts: cache.KeyParts, template_source: str, end_markers: tuple[str, ...], counts: Counts
+) -> PreparedMeta:
     samples = folder / SAMPLES_NAME
     return PreparedMeta(
         version=parts.version,
@@ -224,10 +227,11 @@ def _meta(folder: Path, parts: cache.KeyParts, template: ChatTemplate, counts: C
         data_hash=cache.hash_files(parts.files),
         tokenizer_hash=parts.tokenizer_hash,
         template_hash=parts.template_hash,
-        template_source=template.source,
+        template_source=template_source,
         template_args=parts.template_args,
         mask=parts.mask,
         border_rule=BORDER_RULE,
+        end_markers=end_markers,
         max_len=parts.max_len,
         min_supervised=parts.min_supervised,
         limit=parts.limit,

@@ -86,6 +86,7 @@ class PreparedMeta(msgspec.Struct, frozen=True):
         template_args: variables given to the template.
         mask: the mask options.
         border_rule: what happens to a token shared between header and answer.
+        end_markers: tokens that end an answer in this template; empty if none could be confirmed.
         max_len: samples are cut to this many tokens.
         min_supervised: samples with fewer supervised tokens were rejected.
         limit: only so many samples were taken; None means all.
@@ -107,6 +108,7 @@ class PreparedMeta(msgspec.Struct, frozen=True):
     template_args: dict[str, Any]  # Any: TOML values
     mask: MaskOptions
     border_rule: str
+    end_markers: tuple[str, ...]
     max_len: int
     min_supervised: int
     limit: int | None

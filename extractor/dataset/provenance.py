@@ -44,6 +44,7 @@ REASONING_TAGS = (
 )
 
 CLOSING_TAGS = REASONING_TAGS[1::2]
+_TAGS = re.compile("(" + "|".join(map(re.escape, REASONING_TAGS)) + ")")
 
 _PLANES = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
@@ -224,7 +225,7 @@ class Tracer:
                 raise _uncertain(piece.key, "the template uses the text twice, or reorders it")
             between, own = rendered[p1 + 1 : p2], text[i1 + 1 : i2]
             if between != own:
-                if "".join(between.split()) != "".join(own.split()):
+                if not _same_around_tags(between, own):
                     raise _uncertain(piece.key, "the template changes the middle of the text")
                 reformatted = True
         start, low, loose_left = self._grow_left(text, probes, hits[0])
@@ -291,7 +292,7 @@ class Tracer:
             left, right = widths[key]
             start, end = extent.start - left, extent.end + right
             own, text = self._rendered[start:end], solid[key].text[extent.low - left : extent.high + right]
-            if own != text and not (extent.reformatted and "".join(own.split()) == "".join(text.split())):
+            if own != text and not (extent.reformatted and _same_around_tags(own, text)):
                 raise _uncertain(key, "the text found is not the turn's own")
             found[key] = OwnText(key, start, end, extent.dropped, extent.reformatted)
         return found
@@ -366,6 +367,22 @@ def _edges(text: str, extent: _Extent) -> tuple[int, int]:
 
 def _with_edges(probes: Sequence[int], extent: _Extent, left: int, right: int) -> list[int]:
     return sorted({*probes, *range(extent.low - left, extent.low), *range(extent.high, extent.high + right)})
+
+
+def _same_around_tags(rendered: str, own: str) -> bool:
+    """Whether two texts differ at most in white space directly before or after reasoning tags."""
+    parts, wanted = _TAGS.split(rendered), _TAGS.split(own)
+    if len(parts) != len(wanted):
+        return False
+    last = len(parts) - 1
+    for number, (part, want) in enumerate(zip(parts, wanted, strict=True)):
+        if number > 0:
+            part, want = part.lstrip(), want.lstrip()  # noqa: PLW2901 - a tag stands before
+        if number < last:
+            part, want = part.rstrip(), want.rstrip()  # noqa: PLW2901 - a tag stands after
+        if part != want:
+            return False
+    return True
 
 
 def _free_characters(text: str) -> Sequence[str]:

@@ -48,7 +48,7 @@ _RENDER_ERRORS = (
     LookupError,
     AttributeError,
     ArithmeticError,
-    RecursionError,
+    RuntimeError,
 )
 
 

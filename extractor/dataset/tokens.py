@@ -64,7 +64,8 @@ class TextTokenizer:
             RecordRejectedError: `mask_uncertain` when neither way covers the text without a gap.
         """
         if not self.has_offsets:
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            # Called, not .encode(): tokenizers of model folders override that with other arguments.
+            ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return (np.asarray(ids, np.int32), *self._by_bytes(ids, text))
         encoded = self._tokenizer(
             text,

@@ -188,7 +188,7 @@ def build(part):
             if mode == "kill" and n == 4500:
                 os.kill(os.getpid(), signal.SIGKILL)
     samples = part / "samples.arrow"
-    write_meta(part, PreparedMeta(1, "k", "", "", "", "", {}, MaskOptions(), "", 1, 1, None, "auto", (),
+    write_meta(part, PreparedMeta(1, "k", "", "", "", "", {}, MaskOptions(), "", (), 1, 1, None, "auto", (),
         Counts(5000, 5000, {}, {}, 250000, 250000, 50), samples.stat().st_size, file_checksum(samples),
         file_checksum(part / "rejected.jsonl"), {}))
 

@@ -30,7 +30,7 @@ def prepare_command(tmp_path, model_folder):
         config = build(
             {
                 "model": {"path": str(model_folder)},
-                "data": {"files": [str(path)], "template": str(DATA / "templates" / "chatml.jinja"), **data},
+                "data": {"files": [str(path)], "template": str(DATA / "templates" / "chatml.jinja")} | data,
                 "output": {"dir": str(tmp_path / "out")},
             },
             source="test",
@@ -59,6 +59,14 @@ def test_counts_and_the_first_places_of_each_reason_are_printed(prepare_command)
     assert "talks.jsonl:5 " not in text
     assert "supervised (" in text
     assert "longest sample " in text
+
+
+def test_an_end_of_turn_setting_without_effect_is_said(prepare_command):
+    template = str(DATA / "templates" / "no_end.jinja")
+
+    _, text, _ = prepare_command([talk("a", "Hi", "Hello")], template=template)
+
+    assert "no token could be confirmed as the end of an answer" in text
 
 
 def test_show_puts_supervised_tokens_in_brackets(prepare_command):

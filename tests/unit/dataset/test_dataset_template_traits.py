@@ -135,6 +135,16 @@ def test_an_own_empty_block_is_own_text_where_the_template_adds_none(bench):
     assert span_texts(masked) == ["<think>\n\n</think>\n\nHello.<|im_end|>"]
 
 
+def test_a_special_token_in_the_next_question_is_not_the_end_of_an_answer(bench, tmp_path):
+    path = tmp_path / "bare.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{% if loop.last %}<|eos|>{% endif %}{% endfor %}")
+    masker = LossMasker(ChatTemplate.load(bench.tokenizer, path, {}), bench.text_tokenizer, MaskOptions())
+
+    masked = masker.mask(talk(user("Hi"), answer("Yes"), user("<|eos|>Go"), answer("Done")))
+
+    assert span_texts(masked) == ["Yes", "Done<|eos|>"]
+
+
 def test_generation_blocks_in_a_macro_are_found_where_they_are(bench):
     call = {"function": {"name": "add", "arguments": {"a": 3}}}
 
@@ -210,6 +220,7 @@ def test_a_template_that_rewrites_answers_is_rejected_not_guessed(bench, name):
         "{% for m in messages | reverse %}<|im_start|>{{ m.content }}{% endfor %}",
         "{% for m in messages %}<|im_start|>{{ m.content | replace('o', '') }}{% endfor %}",
         "{% for m in messages %}<|im_start|>{{ m.content[::-1] }}{% endfor %}",
+        "{% for m in messages %}<|im_start|>{{ m.content | replace(' ', '  ') }}{% endfor %}",
     ],
 )
 def test_repeated_reordered_and_edited_answers_are_rejected(bench, tmp_path, source):

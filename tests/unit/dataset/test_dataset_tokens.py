@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from dataset_bench import answer, talk, user
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
+from extractor.dataset.masks import LossMasker, MaskOptions
 from extractor.dataset.rejects import RecordRejectedError
 from extractor.dataset.tokens import TextTokenizer, byte_extents, merge_spans, token_mask
 
@@ -92,6 +94,45 @@ def test_sentencepiece_pieces_and_byte_fallback_are_understood():
         b"\xc3",
         b"\xa9",
     ]
+
+
+class WithoutOffsets(PreTrainedTokenizer):
+    """A tokenizer in Python, as model folders bring along: byte-level pieces, no offsets."""
+
+    def __init__(self, fast, **options):
+        self._fast = fast
+        self._vocab = fast.get_vocab()
+        super().__init__(**options)
+
+    vocab_size = property(lambda self: len(self._vocab))
+
+    def get_vocab(self):
+        return dict(self._vocab)
+
+    def _tokenize(self, text, **_):
+        return self._fast.convert_ids_to_tokens(self._fast.encode(text, add_special_tokens=False))
+
+    def _convert_token_to_id(self, token):
+        return self._vocab[token]
+
+    def _convert_id_to_token(self, index):
+        return self._fast.convert_ids_to_tokens(index)
+
+
+@pytest.mark.parametrize("name", ["chatml", "think_rewrite", "system_moved", "marked"])
+def test_a_tokenizer_without_offsets_gives_the_same_mask(bench, tokenizer, name):
+    special = {"additional_special_tokens": list(tokenizer.get_added_vocab())}
+    slow = TextTokenizer(WithoutOffsets(tokenizer, eos_token="<|eos|>", bos_token="<|bos|>", **special))
+    conversation = talk(
+        user("H\u00e9?\n"), answer("\n\n\U0001f642 a  b"), user("x"), answer("<think>\ny\n</think>\n\nz ")
+    )
+
+    masked = LossMasker(bench.template(name), slow, MaskOptions()).mask(conversation)
+
+    expected = bench.masker(name).mask(conversation)
+    assert not slow.has_offsets
+    assert masked.input_ids.tolist() == expected.input_ids.tolist()
+    assert masked.loss_mask.tolist() == expected.loss_mask.tolist()
 
 
 def test_an_empty_text_has_no_tokens():
