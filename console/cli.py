@@ -111,7 +111,7 @@ def prepare(
     """Data set only: token ids, loss masks, rejects."""
     from extractor.commands import prepare as command
 
-    _end(command.run_for(_load(run_toml, overrides), show=show, out=_output(as_json=as_json)))
+    _end(command.run(_load(run_toml, overrides), show=show, out=_output(as_json=as_json)))
 
 
 @app.command()

@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import msgspec
 
 from extractor import checkpoint, families, taps
 from extractor.checkpoint import Checkpoint
-from extractor.config import RunConfig
 from extractor.errors import AccessError, ConfigError, DiskSpaceError, PreflightError
 from extractor.estimate import DiskVerdict
 from extractor.protocol import Dtype
 from extractor.taps import TapSelection
+
+if TYPE_CHECKING:
+    from extractor.config import RunConfig
 
 Device = Literal["cuda", "cpu"]
 
@@ -84,9 +86,10 @@ def check_disk(output: Path, needed_bytes: int, reserve_bytes: int) -> DiskVerdi
     if verdict.missing_bytes:
         raise DiskSpaceError(
             f"{output}: the run needs {_gb(verdict.needed_bytes)} more and must leave {_gb(reserve_bytes)} free "
-            f"(output.reserve_bytes), but {_existing_parent(output)} has {_gb(verdict.free_bytes)} free: {_gb(verdict.missing_bytes)} "
-            "too little",
-            remedy="free space, choose another output.dir, fewer taps, fewer samples (data.limit), or a smaller reserve",
+            f"(output.reserve_bytes), but {_existing_parent(output)} has {_gb(verdict.free_bytes)} free: "
+            f"{_gb(verdict.missing_bytes)} too little",
+            remedy="free space, choose another output.dir, fewer taps, fewer samples (data.limit), "
+            "or a smaller output.reserve_bytes",
         )
     return verdict
 

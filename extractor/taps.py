@@ -130,9 +130,7 @@ def select(
     if normed:
         taps.append(Tap(num_layers, True, "normed"))
     if not taps:
-        raise ConfigError(
-            "taps: nothing is selected", remedy="give taps.layers, or set taps.final = true"
-        )
+        raise ConfigError("taps: nothing is selected", remedy="give taps.layers, or set taps.final = true")
     return TapSelection(tuple(taps), num_layers, is_default)
 
 

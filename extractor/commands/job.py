@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from extractor import folders, plan, preflight
+from extractor.commands.prepare import ProgressNotes
 from extractor.config import RunConfig
 from extractor.dataset.prepare import prepare
 from extractor.dataset.prepared import PreparedDataset
@@ -23,10 +24,9 @@ from extractor.store import manifest as manifests
 from extractor.store.manifest import Manifest, ModelRecord, TapsRecord, Totals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from extractor.commands.output import Output
-    from extractor.dataset.prepare import PrepareProgress
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -56,9 +56,7 @@ class Job(msgspec.Struct, frozen=True):
         return Path(self.config.output.dir)
 
 
-def make(
-    config: RunConfig, *, out: Output, on_progress: Callable[[PrepareProgress], None] | None = None
-) -> Job:
+def make(config: RunConfig, *, out: Output) -> Job:
     """Checks the configuration, prepares the samples and plans the run. Blocking: reads all data.
 
     Raises:
@@ -72,7 +70,7 @@ def make(
         facts.model.folder,
         trust_remote_code=config.model.trust_remote_code,
         cache_dir=folders.cache_folder(),
-        on_progress=on_progress,
+        on_progress=ProgressNotes(out),
     )
     states = states_bytes_per_token(facts.model.hidden_size, len(facts.taps.taps), facts.store_dtype)
     geometry = Geometry(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from extractor import checkpoint, folders
 from extractor.dataset.prepare import prepare
 from extractor.dataset.rejects import first_rejects
 from extractor.dataset.templates import load_tokenizer
@@ -62,28 +63,28 @@ class ProgressNotes:
         )
 
 
-def run(config: RunConfig, *, show: int | None, model_folder: Path, cache_dir: Path, out: Output) -> int:
+def run(config: RunConfig, *, show: int | None, cache_dir: Path | None = None, out: Output) -> int:
     """Prepares the data set of a run and reports on it.
 
     Args:
         config: the run.
         show: print the first so many samples token by token, supervised spans coloured and in brackets.
-        model_folder: local folder with the tokenizer.
-        cache_dir: where prepared data sets are kept.
+        cache_dir: where prepared data sets are kept; None takes the user's cache folder.
         out: where to print.
 
     Returns:
         The exit code.
 
     Raises:
-        PreflightError: a file or the template is missing, or the tokenizer cannot be loaded.
+        PreflightError: model, file or template is missing, or the tokenizer cannot be loaded.
         DatasetError: too many records were rejected, or no sample is left.
     """
+    model_folder = checkpoint.resolve(config.model.path, config.model.revision)
     prepared = prepare(
         config.data,
         model_folder,
         trust_remote_code=config.model.trust_remote_code,
-        cache_dir=cache_dir,
+        cache_dir=cache_dir or folders.cache_folder(),
         on_progress=ProgressNotes(out),
     )
     for line in summary(prepared):

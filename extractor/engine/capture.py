@@ -242,7 +242,7 @@ class Capture:
     def _on_inner_model(self, _: object, __: object, output: Any) -> None:
         # A list of [T, H], or one tensor with the captures side by side.
         captured = output[1] if isinstance(output, tuple) else []
-        self._captured = [captured] if hasattr(captured, "shape") else list(captured)
+        self._captured = [captured] if isinstance(captured, torch.Tensor) else list(captured)
         if self._captured and not self._boundaries:
             raise CaptureError(
                 f"SGLang returned {len(self._captured)} captured tensors, none was asked for",

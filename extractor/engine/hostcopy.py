@@ -78,7 +78,15 @@ class HostPool:
         absmax_KT = buffer.absmax[: len(taps) * num_tokens].view(len(taps), num_tokens)
         event = self._start(states, host_KTH, absmax_KT)
         return CopiedBatch(
-            self, buffer, taps, host_KTH, absmax_KT, lengths, event, list(states.values()), waited_s
+            self,
+            buffer,
+            taps=taps,
+            host_KTH=host_KTH,
+            absmax_KT=absmax_KT,
+            lengths=lengths,
+            event=event,
+            sources=list(states.values()),
+            waited_s=waited_s,
         )
 
     def _start(
@@ -119,6 +127,7 @@ class CopiedBatch:
         self,
         pool: HostPool,
         buffer: _Buffer,
+        *,
         taps: Sequence[str],
         host_KTH: torch.Tensor,
         absmax_KT: torch.Tensor,

@@ -302,7 +302,11 @@ def _publish(args: Any) -> Any:
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=0))
         one_batch._init_process_global_configs()  # noqa: SLF001 - what one_batch itself calls here
     else:  # 0.5.17
-        for initialize in ("initialize_moe_config", "initialize_fp8_gemm_config", "initialize_fp4_gemm_config"):
+        for initialize in (
+            "initialize_moe_config",
+            "initialize_fp8_gemm_config",
+            "initialize_fp4_gemm_config",
+        ):
             getattr(one_batch, initialize)(args)
     return PortArgs.init_new(args)
 

@@ -1,6 +1,6 @@
 """Small random models and their inputs for `gpu.sh`; see there.
 
-    python tests/benchmarks/gpu_models.py WORK
+python tests/benchmarks/gpu_models.py WORK
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from extractor.engine import sglang_compat  # noqa: E402
-from tests.support import small_models  # noqa: E402
+from extractor.engine import sglang_compat
+from tests.support import small_models
 
 QWEN3_8B = {
     "vocab_size": 151936,
@@ -140,7 +140,7 @@ def _make_dummy_model(folder: Path) -> None:
     small_models.add_tokenizer(folder)
 
 
-def _in_process(spec, batches, tokens: int, rounds: int) -> dict[str, list[float]]:  # noqa: ANN001
+def _in_process(spec, batches, tokens: int, rounds: int) -> dict[str, list[float]]:
     """Bare prefill and capture, alternating; the states of a batch are dropped with the next one.
 
     In a child process, so that the model is gone from the device before the extraction loads its own.
@@ -156,7 +156,7 @@ def _in_process(spec, batches, tokens: int, rounds: int) -> dict[str, list[float
     return rows
 
 
-def _measure(pipe, spec, batches, tokens: int, rounds: int) -> None:  # noqa: ANN001
+def _measure(pipe, spec, batches, tokens: int, rounds: int) -> None:
     sglang_compat.prepare_process(spec.device)
     import torch
 
@@ -165,7 +165,7 @@ def _measure(pipe, spec, batches, tokens: int, rounds: int) -> None:  # noqa: AN
     engine = Engine(spec)
     rows: dict[str, list[float]] = {"bare SGLang prefill": [], "capture (states stay on the device)": []}
 
-    def rate(step) -> float:  # noqa: ANN001
+    def rate(step) -> float:
         _sync(spec.device, torch)
         start = time.monotonic()
         for batch in batches:
@@ -185,7 +185,7 @@ def _measure(pipe, spec, batches, tokens: int, rounds: int) -> None:  # noqa: AN
     os._exit(0)  # the pipe is flushed; SGLang's own teardown is not measured
 
 
-def _sync(device: str, torch) -> None:  # noqa: ANN001
+def _sync(device: str, torch) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -212,7 +212,7 @@ def _extract(tree: dict, output: Path) -> float:
 def _toml(tree: dict) -> str:
     import tomlkit
 
-    def without_none(value):  # noqa: ANN001, ANN202
+    def without_none(value):
         if isinstance(value, dict):
             return {key: without_none(item) for key, item in value.items() if item is not None}
         return list(value) if isinstance(value, tuple) else value
@@ -220,7 +220,7 @@ def _toml(tree: dict) -> str:
     return tomlkit.dumps(without_none(tree))
 
 
-def _transformers(job, sequences, args: argparse.Namespace) -> float:  # noqa: ANN001
+def _transformers(job, sequences, args: argparse.Namespace) -> float:
     """What a plain script does: one sample at a time, all hidden states, taps to the host."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -71,7 +71,8 @@ def conversations(path: Path, lengths: list[int], seed: int = 0) -> Path:
             # The template itself takes about 40 tokens.
             texts = ["".join(rng.choice(letters) for _ in range(max(10, (length - 40) // 2))) for _ in "qa"]
             messages = [
-                {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
+                {"role": role, "content": text}
+                for role, text in zip(("user", "assistant"), texts, strict=True)
             ]
             file.write(json.dumps({"id": f"c{number}", "messages": messages}) + "\n")
     return path

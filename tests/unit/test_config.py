@@ -36,7 +36,7 @@ def test_model_path_that_is_no_folder_stays_a_hub_id(tmp_path):
 
 
 def test_unknown_key_names_file_line_key_and_nearest_key(tmp_path):
-    path = write(tmp_path, MINIMAL + '\n[taps]\nlayer = [1]\n')
+    path = write(tmp_path, MINIMAL + "\n[taps]\nlayer = [1]\n")
     with pytest.raises(ConfigError) as caught:
         config.load(path)
     assert f"{path}:12: unknown key taps.layer; did you mean taps.layers?" in str(caught.value)
@@ -76,7 +76,9 @@ def test_batch_grows_with_max_len_where_it_was_not_given(tmp_path):
 
 
 def test_override_is_toml_or_else_text(tmp_path):
-    loaded = config.load(write(tmp_path, MINIMAL), ["taps.layers=[3, 5]", "model.revision=main", "data.seed=4"])
+    loaded = config.load(
+        write(tmp_path, MINIMAL), ["taps.layers=[3, 5]", "model.revision=main", "data.seed=4"]
+    )
     assert loaded.taps.layers == (3, 5)
     assert loaded.model.revision == "main"
     assert loaded.data.seed == 4

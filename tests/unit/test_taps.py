@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from extractor.errors import ConfigError
 from extractor.taps import default_layers, select
 
-CASES = json.loads((Path(__file__).parents[1] / "data/cases/capture-layer-id-convention/layers.json").read_text())
+CASES = json.loads(
+    (Path(__file__).parents[1] / "data/cases/capture-layer-id-convention/layers.json").read_text()
+)
 CONVENTION = {"output_of_layer": "after", "boundary": "before"}
 
 
@@ -80,7 +82,9 @@ def test_draft_model_ids_leave_out_the_last_boundary():
     assert taps.auxiliary_ids("before") == (3, 15, 27)
 
 
-@given(st.integers(1, 80).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))))
+@given(
+    st.integers(1, 80).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1)))
+)
 def test_both_conventions_select_the_same_taps(case):
     num_layers, after = case
     assert choose(num_layers, sorted(after)) == choose(num_layers, [v + 1 for v in after], "before")

@@ -36,7 +36,7 @@ def prepare_command(tmp_path, model_folder):
             source="test",
         )
         out = Output(as_json=as_json, stdout=stdout or io.StringIO(), stderr=io.StringIO())
-        code = run(config, show=show, model_folder=model_folder, cache_dir=tmp_path / "cache", out=out)
+        code = run(config, show=show, cache_dir=tmp_path / "cache", out=out)
         return code, out.stdout.getvalue(), out.stderr.getvalue()
 
     return call
