@@ -1,0 +1,116 @@
+"""Planted faults against real SGLang: each ends the run before or at the first batch, and is named."""
+
+import pytest
+
+from tests.support import small_models
+from tests.support.engine_host import CHECKS, run_checks
+
+FLAG_ONLY = {"stale_flag", "stale_flag_unseen", "stale_flag_with_final_alone"}
+LIST_CHECKS = [name for name in CHECKS if name not in FLAG_ONLY]
+
+
+@pytest.fixture(scope="session")
+def on_qwen3(tmp_path_factory):
+    """Results of all checks on a class that captures by a list."""
+    model = small_models.make(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    return run_checks(model, "float32", *LIST_CHECKS)
+
+
+@pytest.fixture(scope="session")
+def on_qwen3_moe(tmp_path_factory):
+    """Results of all checks on a class that captures by a flag on each layer."""
+    model = small_models.make(tmp_path_factory.mktemp("qwen3-moe"), "qwen3-moe")
+    return run_checks(model, "float32", *CHECKS)
+
+
+@pytest.fixture(params=["on_qwen3", "on_qwen3_moe"])
+def results(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_sound_engine_passes_the_proof_exactly(results):
+    assert set(results["proof_lines"]) == {
+        "layer_001: enters layer 2",
+        "layer_003: enters layer 4",
+        "final: its norm is normed",
+        "normed: gives the logits",
+        *(f"{tap}: a sample alone has the same rows (median)" for tap in ("layer_001", "layer_003", "final")),
+    }
+    assert max(results["proof_lines"].values()) <= 1e-5
+
+
+def test_capture_one_layer_early_is_named(results):
+    assert results["one_layer_early"]["error"] == "ProofError"
+    assert "it is what enters layer 1: captured one layer early" in results["one_layer_early"]["message"]
+
+
+def test_missing_tap_is_named_by_counts(results):
+    assert results["one_tap_missing"]["code"] == "capture_count"
+    assert "returned 1 captured tensors, 2 taps were asked for" in results["one_tap_missing"]["message"]
+
+
+def test_stale_flag_is_named_with_its_layer(on_qwen3_moe):
+    assert on_qwen3_moe["stale_flag"]["code"] == "capture_flags"
+    assert "stale capture flag on layer [5]" in on_qwen3_moe["stale_flag"]["message"]
+
+
+def test_stale_flag_that_nobody_saw_is_found_by_the_count(on_qwen3_moe):
+    assert on_qwen3_moe["stale_flag_unseen"]["code"] == "capture_count"
+
+
+def test_captures_nobody_asked_for_are_refused(on_qwen3_moe):
+    assert on_qwen3_moe["stale_flag_with_final_alone"]["code"] == "capture_count"
+    assert "none was asked for" in on_qwen3_moe["stale_flag_with_final_alone"]["message"]
+
+
+def test_final_and_normed_swapped_is_named(results):
+    assert results["norms_swapped"]["error"] == "ProofError"
+    assert "the two are swapped: `final` has the norm applied" in results["norms_swapped"]["message"]
+
+
+def test_rows_of_two_samples_swapped_in_a_tap_are_named(results):
+    assert results["rows_swapped_in_capture"]["error"] == "ProofError"
+    assert "rows swapped" in results["rows_swapped_in_capture"]["message"]
+
+
+def test_rows_of_two_samples_swapped_in_final_are_named(results):
+    assert results["rows_swapped_in_final"]["error"] == "ProofError"
+    assert "rows of samples are swapped" in results["rows_swapped_in_final"]["message"]
+
+
+def test_rows_swapped_on_the_way_to_the_host_are_named(results):
+    assert results["rows_swapped_in_host_copy"]["error"] == "ProofError"
+    assert "layer_001: row 0 in the host buffer is not row 0" in results["rows_swapped_in_host_copy"]["message"]
+
+
+def test_samples_in_another_order_than_sent_are_refused(results):
+    assert results["samples_swapped_on_the_way_in"]["code"] == "batch_tokens"
+
+
+def test_padded_rows_are_refused(results):
+    assert results["padded_rows"]["code"] == "capture_shape"
+    assert "(92, 128), expected (89, 128)" in results["padded_rows"]["message"]
+
+
+def test_final_norm_that_ran_twice_is_refused(results):
+    assert results["norm_runs_twice"]["code"] == "final_norm_calls"
+
+
+def test_other_dtype_than_declared_is_refused(results):
+    assert results["wrong_dtype"]["code"] == "capture_dtype"
+
+
+def test_token_outside_the_vocabulary_is_refused_before_it_reaches_the_device(results):
+    assert results["foreign_token"]["code"] == "token_out_of_vocabulary"
+
+
+def test_any_selection_is_captured_and_proven_in_a_live_process(results):
+    assert set(results["selections"].values()) == {"passed"}
+
+
+def test_taps_are_the_same_tensors_after_a_change_of_selection(results):
+    assert results["taps_changed_between_batches"] == {"layer_003": True, "final": True}
+
+
+def test_values_that_may_not_be_stored_are_found_per_sample(results):
+    assert results["verdicts"] == [None, "non_finite", "all_zero"]

@@ -1,0 +1,355 @@
+"""Runs checks against a real engine in a process of its own, since SGLang keeps process-wide state.
+
+    python -m tests.support.engine_host MODEL_FOLDER DTYPE CHECK...
+
+Loads the model once, runs the named functions of `CHECKS`, prints one JSON object {check: result} as the last
+line of stdout. A fault is planted into the live engine, tried, and taken out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from extractor import checkpoint
+from extractor.engine import sglang_compat
+from extractor.errors import TapdeckError
+from extractor.plan import Geometry
+from extractor.protocol import EngineSpec
+from extractor.taps import TapSelection, select
+
+ROOT = Path(__file__).parents[2]
+LAYERS = (1, 3)
+
+
+def run_checks(model: Path, dtype: str, *checks: str) -> dict[str, Any]:
+    """Starts the process and returns its results."""
+    command = [sys.executable, "-m", "tests.support.engine_host", str(model), dtype, *checks]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise AssertionError(done.stdout[-2000:] + done.stderr[-4000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def spec_for(model: Path, dtype: str, taps: TapSelection) -> EngineSpec:
+    """A spec for an engine that only computes."""
+    facts = checkpoint.read(model)
+    return EngineSpec(
+        model_folder=str(model),
+        trust_remote_code=False,
+        allow_unverified_sglang=False,
+        dtype=dtype,
+        device="cpu",
+        attention_backend=None,
+        mem_fraction=None,
+        sglang_args={},
+        taps=taps,
+        hidden_size=facts.hidden_size,
+        store_dtype=dtype,
+        geometry=Geometry(max_tokens=512, shard_tokens=10_000),
+        max_batch_samples=16,
+        prepared="",
+        num_samples=0,
+        output="",
+        fingerprint="",
+        replica="0",
+        writer_threads=1,
+        buffers=2,
+        endpoint="",
+    )
+
+
+def choose(num_layers: int, layers: tuple[int, ...] = LAYERS, **flags: bool) -> TapSelection:
+    """A selection by "after" ids; final unless said otherwise."""
+    chosen = {"embed": False, "final": True, "normed": False} | flags
+    return select(num_layers=num_layers, layers=layers, convention="after", **chosen)
+
+
+def main() -> None:
+    model, dtype, *checks = sys.argv[1:]
+    sglang_compat.prepare_process("cpu")
+    from extractor.engine.model import Engine
+
+    num_layers = checkpoint.read(Path(model)).num_layers
+    engine = Engine(spec_for(Path(model), dtype, choose(num_layers)))
+    results = {}
+    for name in checks:
+        with restored(engine):
+            results[name] = CHECKS[name](engine)
+    print(json.dumps(results))
+
+
+@contextlib.contextmanager
+def restored(engine: Any) -> Iterator[None]:
+    """Whatever a check changes on the engine's parts is undone after it."""
+    parts = [engine, engine.capture, engine.runner, engine.pool, engine.capture._adapter]
+    before = [dict(vars(part)) for part in parts]
+    try:
+        yield
+    finally:
+        for part, attributes in zip(parts, before, strict=True):
+            vars(part).clear()
+            vars(part).update(attributes)
+        engine.capture.set_taps(engine.spec.taps)
+
+
+def sequences() -> list[Any]:
+    """Three token id arrays that differ."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    return [rng.integers(4, 500, length, dtype=np.int32) for length in (40, 40, 9)]
+
+
+def outcome(action: Callable[[], Any]) -> dict[str, str]:
+    """What an action raised: {"error": class, "code":, "message":}; or that it passed."""
+    try:
+        action()
+    except TapdeckError as error:
+        return {"error": type(error).__name__, "code": error.code, "message": error.message}
+    return {"error": "", "code": "", "message": "passed"}
+
+
+def _prove(engine: Any) -> dict[str, str]:
+    from extractor.engine.proof import prove
+
+    return outcome(lambda: prove(engine, sequences()))
+
+
+def proof_lines(engine: Any) -> dict[str, float]:
+    from extractor.engine.proof import prove
+
+    return {line.subject: line.max_rel_err for line in prove(engine, sequences())}
+
+
+def one_layer_early(engine: Any) -> dict[str, str]:
+    """SGLang's capture moved by one, and the adapter believes it is right."""
+    adapter = engine.capture._adapter
+    set_, wanted = type(adapter).set, engine.capture._boundaries
+    adapter.set = lambda boundaries: set_(adapter, [k - 1 for k in boundaries])
+    adapter.active = lambda: wanted
+    engine.capture.set_taps(engine.spec.taps)
+    return _prove(engine)
+
+
+def one_tap_missing(engine: Any) -> dict[str, str]:
+    adapter = engine.capture._adapter
+    set_, wanted = type(adapter).set, engine.capture._boundaries
+    adapter.set = lambda boundaries: set_(adapter, boundaries[1:])
+    adapter.active = lambda: wanted
+    engine.capture.set_taps(engine.spec.taps)
+    return _prove(engine)
+
+
+def stale_flag(engine: Any) -> dict[str, str]:
+    """What SGLang's own setter leaves behind when layers change."""
+    engine.runner.inner.layers[5]._is_layer_to_capture = True
+    return outcome(lambda: engine.forward(sequences()))
+
+
+def stale_flag_unseen(engine: Any) -> dict[str, str]:
+    """The same flag, set after the adapter has looked."""
+    engine.runner.inner.layers[5]._is_layer_to_capture = True
+    engine.capture._adapter.active = lambda: engine.capture._boundaries
+    return outcome(lambda: engine.forward(sequences()))
+
+
+def stale_flag_with_final_alone(engine: Any) -> dict[str, str]:
+    """No tap below the last boundary, so nothing may come back."""
+    engine.capture.set_taps(choose(engine.spec.taps.num_layers, ()))
+    engine.runner.inner.layers[5]._is_layer_to_capture = True
+    engine.capture._adapter.active = tuple
+    return outcome(lambda: engine.forward(sequences()))
+
+
+def norms_swapped(engine: Any) -> dict[str, str]:
+    capture = engine.capture
+    collect = capture.collect
+
+    def swapped(num_tokens: int) -> Any:
+        capture._final_TH, capture._normed_TH = capture._normed_TH, capture._final_TH
+        return collect(num_tokens)
+
+    capture.collect = swapped
+    return _prove(engine)
+
+
+def rows_swapped_in_capture(engine: Any) -> dict[str, str]:
+    """The rows of the first two samples change places in one tap."""
+    capture = engine.capture
+    collect = capture.collect
+
+    def swapped(num_tokens: int) -> Any:
+        states = collect(num_tokens)
+        if num_tokens > 80:
+            rows = [*range(40, 80), *range(40), *range(80, num_tokens)]
+            states["layer_003"] = states["layer_003"][rows]
+        return states
+
+    capture.collect = swapped
+    return _prove(engine)
+
+
+def rows_swapped_in_final(engine: Any) -> dict[str, str]:
+    capture = engine.capture
+    collect = capture.collect
+
+    def swapped(num_tokens: int) -> Any:
+        states = collect(num_tokens)
+        if num_tokens > 80:
+            states["final"] = states["final"][[*range(40, 80), *range(40), *range(80, num_tokens)]]
+        return states
+
+    capture.collect = swapped
+    return _prove(engine)
+
+
+def rows_swapped_in_host_copy(engine: Any) -> dict[str, str]:
+    copy = engine.pool.copy
+
+    def swapped(states: Any, lengths: Any) -> Any:
+        block = copy(states, lengths)
+        rows = block.tensor("layer_001")
+        rows[:80] = rows[[*range(40, 80), *range(40)]].clone()
+        return block
+
+    engine.pool.copy = swapped
+    return _prove(engine)
+
+
+def samples_swapped_on_the_way_in(engine: Any) -> dict[str, str]:
+    """SGLang is given the samples in another order than the one we store them in."""
+    runner = engine.runner
+    schedule = runner._schedule
+    runner._schedule = lambda sequences: schedule([sequences[1], sequences[0], *sequences[2:]])
+    return outcome(lambda: engine.forward(sequences()))
+
+
+def padded_rows(engine: Any) -> dict[str, str]:
+    import torch
+
+    capture = engine.capture
+    unpack = capture._unpack
+    capture._unpack = lambda: [torch.nn.functional.pad(state, (0, 0, 0, 3)) for state in unpack()]
+    return outcome(lambda: engine.forward(sequences()))
+
+
+def norm_runs_twice(engine: Any) -> dict[str, str]:
+    capture = engine.capture
+    collect = capture.collect
+
+    def twice(num_tokens: int) -> Any:
+        capture._norm_calls += 1
+        return collect(num_tokens)
+
+    capture.collect = twice
+    return outcome(lambda: engine.forward(sequences()))
+
+
+def wrong_dtype(engine: Any) -> dict[str, str]:
+    import torch
+
+    engine.capture._dtype = torch.float64
+    return outcome(lambda: engine.forward(sequences()))
+
+
+def foreign_token(engine: Any) -> dict[str, str]:
+    ids = sequences()
+    ids[0][3] = 100_000
+    return outcome(lambda: engine.forward(ids))
+
+
+def selections(engine: Any) -> dict[str, str]:
+    """Every kind of selection, one after the other in the same process, each proven."""
+    import msgspec
+
+    n = engine.spec.taps.num_layers
+    chosen = {
+        "all": choose(n, tuple(range(n)), embed=True, normed=True),
+        "final alone": choose(n, ()),
+        "normed alone": choose(n, (), final=False, normed=True),
+        "embed alone": choose(n, (), final=False, embed=True),
+        "first and last": choose(n, (0, n - 1)),
+        "middle": choose(n, (2,), final=False),
+    }
+    results = {}
+    spec = engine.spec
+    for name, taps in chosen.items():
+        engine.capture.set_taps(taps)
+        engine.spec = msgspec.structs.replace(spec, taps=taps)
+        engine.pool = _pool(engine)
+        states, _ = engine.forward(sequences())
+        results[name] = _prove(engine)["message"] if tuple(states) == taps.names else str(tuple(states))
+    return results
+
+
+def _pool(engine: Any) -> Any:
+    import torch
+
+    from extractor.engine.hostcopy import HostPool
+
+    return HostPool(
+        num_buffers=2,
+        num_taps=len(engine.spec.taps.taps),
+        max_tokens=512,
+        hidden_size=engine.spec.hidden_size,
+        dtype=getattr(torch, engine.spec.store_dtype),
+        device="cpu",
+    )
+
+
+def taps_changed_between_batches(engine: Any) -> dict[str, bool]:
+    """The same tap is the same tensor whatever was captured before, and beside it."""
+    import torch
+
+    n = engine.spec.taps.num_layers
+    first, _ = engine.forward(sequences())
+    engine.capture.set_taps(choose(n, (0, 3, 4)))
+    second, _ = engine.forward(sequences())
+    return {name: bool(torch.equal(first[name], second[name])) for name in ("layer_003", "final")}
+
+
+def verdicts(engine: Any) -> list[str | None]:
+    """Values that may not be stored, in the second and third sample."""
+    states, _ = engine.forward(sequences())
+    states["layer_003"][41, 7] = float("nan")
+    states["final"][80:] = 0
+    block = engine.pool.copy(states, [40, 40, 9])
+    block.wait()
+    found = list(block.verdicts())
+    block.release()
+    return found
+
+
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    function.__name__: function
+    for function in (
+        proof_lines,
+        one_layer_early,
+        one_tap_missing,
+        stale_flag,
+        stale_flag_unseen,
+        stale_flag_with_final_alone,
+        norms_swapped,
+        rows_swapped_in_capture,
+        rows_swapped_in_final,
+        rows_swapped_in_host_copy,
+        samples_swapped_on_the_way_in,
+        padded_rows,
+        norm_runs_twice,
+        wrong_dtype,
+        foreign_token,
+        selections,
+        taps_changed_between_batches,
+        verdicts,
+    )
+}
+
+
+if __name__ == "__main__":
+    main()
