@@ -80,12 +80,16 @@ class Reference:
         self.hidden_size = int(self._norm.weight.shape[0])
 
     @torch.no_grad()
-    def states(self, input_ids: npt.NDArray[np.int32], taps: Sequence[Tap]) -> dict[str, torch.Tensor]:
+    def states(
+        self, input_ids: npt.NDArray[np.int32], taps: Sequence[Tap], *, jitter_seed: int | None = None
+    ) -> dict[str, torch.Tensor]:
         """The states of one sample.
 
         Args:
             input_ids: token ids, int32 [T].
             taps: which; any subset of `embed`, layers, `final` and `normed`.
+            jitter_seed: moves the embeddings at random by up to one unit in the last place of this dtype
+                first, to see how far rounding alone can carry a token; None leaves them.
 
         Returns:
             Tap name -> float32 [T, H] on the CPU, whatever precision they were computed in.
@@ -94,7 +98,8 @@ class Reference:
             PreflightError: the class does not call its layers or its final norm as expected.
         """
         taken: dict[str, list[torch.Tensor]] = {tap.name: [] for tap in taps}
-        self._run(input_ids, [self._hook(tap, taken[tap.name]) for tap in taps])
+        hooks = [] if jitter_seed is None else [self._jitter(jitter_seed)]
+        self._run(input_ids, [*hooks, *(self._hook(tap, taken[tap.name]) for tap in taps)])
         expected = (1, len(input_ids), self.hidden_size)
         for name, tensors in taken.items():
             shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -147,6 +152,17 @@ class Reference:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _jitter(self, seed: int) -> Any:
+        """Moves each embedding value by less than one unit in the last place; seeded."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def on_embeddings(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+            noise = torch.rand(output.shape, generator=generator).to(output.device) * 2 - 1
+            moved: torch.Tensor = output.float() * (1 + noise * torch.finfo(output.dtype).eps / 2)
+            return moved.to(output.dtype)
+
+        return self._model.get_input_embeddings().register_forward_hook(on_embeddings)
 
     def _hook(self, tap: Tap, taken: list[torch.Tensor]) -> Any:
         """Appends the state of a tap to `taken` whenever it passes."""

@@ -37,6 +37,9 @@ YARDSTICK = 1.5
 EXCLUDED_SHARE = 0.05
 """Largest share of tokens that are not judged because a router may have sent them elsewhere."""
 
+APPEALS = 8
+"""Runs of transformers with other rounding before a worst token is called wrong."""
+
 DIAGNOSED_SAMPLES = 3
 """Samples from which a wrong tap is explained; all of them show the same cause."""
 
@@ -51,6 +54,7 @@ class TapReport(msgspec.Struct, frozen=True):
         p99: 99th percentile of the errors.
         p99_bound: what `p99` may be at most.
         looks_like: what the tap holds instead of what it should, when that is known.
+        yardstick_runs: runs of transformers whose worst token gave `bound`; see `_hear_appeals`.
     """
 
     name: str
@@ -59,6 +63,7 @@ class TapReport(msgspec.Struct, frozen=True):
     p99: float
     p99_bound: float
     looks_like: str | None = None
+    yardstick_runs: int = 1
 
     @property
     def ok(self) -> bool:
@@ -102,7 +107,8 @@ def compare_with_transformers(
 
     Computed in float32: the error of every token is at most 1e-5, plus the rounding of a narrower store.
     Computed in a narrower dtype: at most 1.5 times what transformers computes itself in that dtype, against
-    the same float32 reference on the same samples, at the maximum and at the 99th percentile.
+    the same float32 reference on the same samples, at the maximum and at the 99th percentile; see
+    `_hear_appeals` for what "transformers itself" means at the maximum.
 
     Args:
         samples: what is stored; at least one.
@@ -139,12 +145,51 @@ def compare_with_transformers(
     for tap in taps.taps:
         yardstick = summarize(torch.cat(theirs[tap.name])[judged]) if peer else None
         errors = summarize(torch.cat(ours[tap.name])[judged])
-        report = _judge(tap.name, errors, yardstick, stored_dtype, compute_dtype)
+        reports.append(_judge(tap.name, errors, yardstick, stored_dtype, compute_dtype))
+    if peer is not None:
+        reports = _hear_appeals(reports, samples, ours, judged, taps, reference=reference, peer=peer)
+    for index, report in enumerate(reports):
         if not report.ok:
-            likeness = _likeness(tap, samples[:DIAGNOSED_SAMPLES], reference)
-            report = msgspec.structs.replace(report, looks_like=likeness)
-        reports.append(report)
+            likeness = _likeness(taps.taps[index], samples[:DIAGNOSED_SAMPLES], reference)
+            reports[index] = msgspec.structs.replace(report, looks_like=likeness)
     return CompareReport(tuple(reports), len(samples), len(judged), int((~judged).sum()))
+
+
+def _hear_appeals(
+    reports: list[TapReport],
+    samples: Sequence[StoredSample],
+    ours: Mapping[str, Sequence[torch.Tensor]],
+    judged: torch.Tensor,
+    taps: TapSelection,
+    *,
+    reference: Reference,
+    peer: Reference,
+) -> list[TapReport]:
+    """Looks again at taps that fail at their worst token alone.
+
+    How far rounding carries a sensitive token is chance: with embeddings moved by one unit in the last
+    place, transformers' own error at one token of SmolLM2 in bfloat16 varied between 0.03 and 0.11. So the
+    yardstick for the maximum is the worst of several such runs on the samples in question. The 99th
+    percentile varies little and gets no second look, which is what finds a tap that is really wrong.
+    """
+    lengths = [len(sample.input_ids) for sample in samples]
+    for seed in range(APPEALS):
+        failing = [report for report in reports if not report.ok and report.p99 <= report.p99_bound]
+        if not failing:
+            break
+        for number, (sample, mask) in enumerate(zip(samples, torch.split(judged, lengths), strict=True)):
+            names = [r.name for r in failing if bool((ours[r.name][number][mask] > r.bound).any())]
+            asked = [tap for tap in taps.taps if tap.name in names]
+            if not asked:
+                continue
+            exact = reference.states(sample.input_ids.numpy(), asked)
+            moved = peer.states(sample.input_ids.numpy(), asked, jitter_seed=seed)
+            for index, report in enumerate(reports):
+                if report.name in names:
+                    worst = summarize(token_errors(moved[report.name], exact[report.name])[mask]).maximum
+                    bound = max(report.bound, YARDSTICK * worst)
+                    reports[index] = msgspec.structs.replace(report, bound=bound, yardstick_runs=seed + 2)
+    return reports
 
 
 def _judged_tokens(

@@ -96,8 +96,12 @@ class Lease:
             workers = (*alive, ProcessIdentity(pid, start))
             self._write(msgspec.structs.replace(self._record, workers=workers))
 
-    def release(self) -> None:
+    def release(self, *, remove_if_empty: bool = False) -> None:
         """Gives the folder up, if it is still ours. Blocking; may be repeated.
+
+        Args:
+            remove_if_empty: also remove the folder when it holds nothing but the lock file: a run that was
+                refused after it took the lease leaves no trace.
 
         Raises:
             StoreError: `lease.json` cannot be read or removed.
@@ -106,6 +110,10 @@ class Lease:
         try:
             if self._is_ours():
                 path.unlink(missing_ok=True)
+                if remove_if_empty and [entry.name for entry in self._output.iterdir()] == [names.LEASE_LOCK]:
+                    # While the lock is held: whoever waits for it finds that the file is no longer there.
+                    (self._output / names.LEASE_LOCK).unlink()
+                    self._output.rmdir()
         except OSError as error:
             raise atomic.explain(error, path, "removed") from error
         finally:
@@ -154,13 +162,8 @@ def acquire(
         StoreError: the file system refuses for another reason.
     """
     machine = machine or RealMachine()
+    fd, lock_fd = _take_lock(output, machine, wait_seconds, stale_seconds)
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        fd = os.open(output / names.LEASE_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise atomic.explain(error, output, "written") from error
-    try:
-        lock_fd = _wait_for_lock(output, fd, machine, wait_seconds, stale_seconds)
         record = LeaseRecord(
             token=uuid.uuid4().hex,
             run=run,
@@ -171,9 +174,6 @@ def acquire(
         )
         _write_record(output, record)
         _check_won(output, record)
-    except OSError as error:
-        os.close(fd)
-        raise atomic.explain(error, output / names.LEASE_LOCK, "locked") from error
     except BaseException:
         os.close(fd)
         raise
@@ -182,6 +182,42 @@ def acquire(
     else:
         os.set_inheritable(lock_fd, True)
     return Lease(output, record, lock_fd, machine)
+
+
+def _take_lock(
+    output: Path, machine: Machine, wait_seconds: float, stale_seconds: float
+) -> tuple[int, int | None]:
+    """The open lock file, and again as a descriptor that holds the lock (None: no locks here)."""
+    while True:
+        fd = _open_lock(output)
+        try:
+            lock_fd = _wait_for_lock(output, fd, machine, wait_seconds, stale_seconds)
+            if _is_in_place(output, fd):
+                return fd, lock_fd
+        except OSError as error:
+            os.close(fd)
+            raise atomic.explain(error, output / names.LEASE_LOCK, "locked") from error
+        except BaseException:
+            os.close(fd)
+            raise
+        # The holder before us removed the folder, and with it the file that we locked.
+        os.close(fd)
+
+
+def _open_lock(output: Path) -> int:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        return os.open(output / names.LEASE_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise atomic.explain(error, output, "written") from error
+
+
+def _is_in_place(output: Path, fd: int) -> bool:
+    """Whether the open lock file is the one that the next run would open."""
+    try:
+        return os.path.samestat(os.fstat(fd), (output / names.LEASE_LOCK).stat())
+    except FileNotFoundError:
+        return False
 
 
 def read_lease(output: Path) -> LeaseRecord | None:

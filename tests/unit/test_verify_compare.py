@@ -10,7 +10,7 @@ import transformers
 
 from extractor.commands.recompute import compare_with_transformers
 from extractor.errors import DatasetError
-from extractor.reference import Reference
+from extractor.reference import Reference, token_errors
 from extractor.store.reader import StoredSample
 from extractor.taps import Tap, TapSelection, make_tap, select
 
@@ -224,3 +224,48 @@ def test_a_sample_of_one_token_can_be_judged(every_state, model_folder):
 def test_no_sample_is_no_proof(model_folder):
     with pytest.raises(DatasetError, match="no stored sample"):
         compare([], model_folder)
+
+
+def test_token_that_rounding_can_carry_as_far_is_not_called_wrong(every_state, model_folder):
+    peer = Reference(model_folder, "bfloat16")
+    ids, exact = max(every_state, key=lambda pair: len(pair[0]))
+    final = [make_tap(NUM_LAYERS, NUM_LAYERS)]
+
+    def worst(seed: int | None) -> float:
+        states = peer.states(ids, final, jitter_seed=seed)["final"]
+        return float(token_errors(states, exact["final"]).max())
+
+    # Farther off than one run of transformers excuses, and nearer than the worst of several does.
+    first = max(float(token_errors(peer.states(i, final)["final"], e["final"]).max()) for i, e in every_state)
+    several = max(worst(seed) for seed in range(8))
+    assert several > 1.02 * first
+    error = 1.5 * (first + several) / 2
+
+    many = [pair for pair in every_state for _ in range(3)]
+    samples = stored([(i, peer.states(i, TAPS.taps)) for i, _ in many])
+    moved = samples[next(k for k, (other, _) in enumerate(many) if len(other) == len(ids))]
+    moved.states["final"][5] = exact["final"][5] * (1 + error)
+    report = compare(samples, model_folder, "float32", "bfloat16")
+    judged = next(tap for tap in report.taps if tap.name == "final")
+    assert judged.max_rel_err == pytest.approx(error, rel=1e-3)
+    assert judged.ok
+    assert judged.yardstick_runs > 1
+
+
+def test_single_wrong_token_stays_wrong_after_every_appeal(every_state, model_folder):
+    def spoil(states: States) -> States:
+        final = states["final"].clone()
+        final[7] = final[8]
+        return {"final": final}
+
+    ids, _ = max(every_state, key=lambda pair: len(pair[0]))
+    # Many tokens beside it, so that the 99th percentile does not see the one.
+    many = [pair for pair in every_state for _ in range(3)]
+    samples = stored(many)
+    index = next(i for i, (other, _) in enumerate(many) if len(other) == len(ids))
+    samples[index] = stored([many[index]], spoil)[0]
+    report = compare(samples, model_folder, "bfloat16", "bfloat16")
+    final = next(tap for tap in report.taps if tap.name == "final")
+    assert final.p99 <= final.p99_bound
+    assert not final.ok
+    assert final.yardstick_runs == 9

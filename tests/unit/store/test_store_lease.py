@@ -86,6 +86,37 @@ def test_a_fresh_folder_is_taken_and_given_back(tmp_path):
     acquire(output, "run-2", machine=FakeMachine()).release()
 
 
+def test_a_folder_that_stayed_empty_is_removed_with_its_lock_when_asked(tmp_path):
+    output = tmp_path / "out"
+    acquire(output, "run-1").release(remove_if_empty=True)
+    assert not output.exists()
+
+
+def test_a_folder_with_anything_in_it_is_not_removed(tmp_path):
+    held = acquire(tmp_path / "out", "run-1")
+    (tmp_path / "out" / "dataset.json").write_text("{}")
+    held.release(remove_if_empty=True)
+    assert (tmp_path / "out" / names.LEASE_LOCK).exists()
+    assert (tmp_path / "out" / "dataset.json").exists()
+
+
+def test_a_lock_file_that_was_removed_while_waiting_is_taken_anew(tmp_path):
+    output = tmp_path / "out"
+    left_by(output)
+    descriptor = os.open(output / names.LEASE_LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+    def remove_and_unlock():
+        (output / names.LEASE_LOCK).unlink(missing_ok=True)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    machine = FakeMachine(on_wait=remove_and_unlock)
+    held = acquire(output, "run-2", machine=machine, wait_seconds=60)
+    os.close(descriptor)
+    assert os.path.samestat(os.fstat(held.lock_fd), (output / names.LEASE_LOCK).stat())
+    held.release()
+
+
 def test_a_living_holder_is_named(tmp_path):
     machine = FakeMachine()
     machine.processes[4242] = 77

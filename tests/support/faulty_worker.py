@@ -1,0 +1,65 @@
+"""A rank with a planted fault; takes the place of `extractor.engine.worker` through the launcher.
+
+The fault is named by the environment variable TAPDECK_TEST_FAULT. Everything else is the real worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from extractor.engine import worker
+from extractor.engine.capture import FlagAdapter, ListAdapter
+from extractor.engine.hostcopy import HostPool
+from extractor.store import faults
+
+
+def one_layer_early() -> None:
+    """SGLang's capture is one layer off, as its own setters have been."""
+    for adapter in (ListAdapter, FlagAdapter):
+        set_, active = adapter.set, adapter.active
+        adapter.set = lambda self, boundaries, set_=set_: set_(self, [k - 1 for k in boundaries])
+        adapter.active = lambda self, active=active: tuple(k + 1 for k in active(self))
+
+
+def disk_fills_up() -> None:
+    """There is room for the first shards and no more."""
+    _write_to(faults.full_after(int(os.environ["TAPDECK_TEST_BYTES"])))
+
+
+def input_output_error_once() -> None:
+    """One write of shard 1 fails, the next try succeeds."""
+    _write_to(faults.fail_on("write_at", "/000001.", times=1))
+
+
+def input_output_error_always() -> None:
+    """No write of shard 1 ever succeeds."""
+    _write_to(faults.fail_on("write_at", "/000001."))
+
+
+def _write_to(rule) -> None:
+    pool = worker.WriterPool
+    worker.WriterPool = lambda *args: pool(*args, files=faults.FaultyFileSystem(rule))
+
+
+def not_a_number() -> None:
+    """The first sample of every batch of three and more has a NaN in one tap, once the proof has passed."""
+    copy, work = HostPool.copy, worker.Worker._work
+
+    def with_nan(self, states, lengths):
+        if len(lengths) >= 3:
+            name = next(iter(states))
+            states = states | {name: states[name].clone()}
+            states[name][0, 0] = float("nan")
+        return copy(self, states, lengths)
+
+    def begin(self, engine, shard):
+        HostPool.copy = with_nan
+        work(self, engine, shard)
+
+    worker.Worker._work = begin
+
+
+if __name__ == "__main__":
+    globals()[os.environ["TAPDECK_TEST_FAULT"]]()
+    sys.exit(worker.main(sys.argv[1:]))
