@@ -49,9 +49,12 @@ def run(*, folder: Path | None, num_samples: int, headless: bool, out: Output) -
     build_conversations(conversations, num_samples=num_samples, seed=SEED)
     run_config = demo_config(model, conversations, folder / "data")
     with extraction.StopSignals() as stop:
-        result = extraction.extract(run_config, out=out, stop=stop.event)
+        try:
+            result = extraction.extract(run_config, out=out, stop=stop.event)
+        except KeyboardInterrupt:
+            return stop.exit_code
         if stop.number is not None:
-            return 128 + stop.number
+            return stop.exit_code
     if not result.complete:
         return EngineError.exit_code
     outcome = verify.verify(

@@ -21,7 +21,7 @@ import msgspec
 from extractor import folders, preflight
 from extractor.commands import job as jobs
 from extractor.commands.progress import RunProgress
-from extractor.errors import BugError, EngineError
+from extractor.errors import BugError, EngineError, LeaseBusyError
 from extractor.protocol import Ready
 from extractor.store import index, lease, manifest, scan
 from extractor.supervisor.environment import worker_environment
@@ -89,10 +89,14 @@ def run(config: RunConfig, *, out: Output, launcher: Launcher | None = None) -> 
         TapdeckError: the run was refused or failed.
     """
     with StopSignals() as stop:
-        result = extract(config, out=out, stop=stop.event, launcher=launcher)
+        try:
+            result = extract(config, out=out, stop=stop.event, launcher=launcher)
+        except KeyboardInterrupt:
+            out.note("stopped at once; the same command resumes")
+            return stop.exit_code
         out.result(msgspec.to_builtins(result))
         if stop.number is not None and not result.complete:
-            return 128 + stop.number
+            return stop.exit_code
     return 0 if result.complete else EngineError.exit_code
 
 
@@ -110,7 +114,7 @@ def extract(
     _check_disk(job, scan.scan(job.output, job.shards, fingerprint, taps=job.facts.taps.names))
     run_folder = folders.run_folder(job.output)
     is_new = not job.output.exists()
-    held = lease.acquire(job.output, run_folder.name, wait_seconds=WORKER_WAIT_S)
+    held = _acquire(job.output, run_folder.name, out)
     try:
         # Again, now that nobody else writes: a worker may have committed a shard since.
         scan.clean_parts(job.output)
@@ -125,10 +129,7 @@ def extract(
             )
         return _conclude(job, outcome, run_folder, out)
     finally:
-        held.release()
-        if is_new:
-            with contextlib.suppress(OSError):
-                job.output.rmdir()
+        held.release(remove_if_empty=is_new)
 
 
 class StopSignals:
@@ -143,6 +144,11 @@ class StopSignals:
         self.event = threading.Event()
         self.number: int | None = None
         self._old: dict[int, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """What a command ends with that the signal stopped."""
+        return 128 + (self.number or signal.SIGINT)
 
     def __enter__(self) -> Self:
         """Installs the handlers."""
@@ -192,6 +198,15 @@ class _Watcher:
         if now - self._beat_at >= HEARTBEAT_S:
             self._beat_at = now
             self._held.heartbeat()
+
+
+def _acquire(output: Path, run: str, out: Output) -> Lease:
+    """The lease; says why it waits when the worker of a killed command still writes."""
+    try:
+        return lease.acquire(output, run)
+    except LeaseBusyError as busy:
+        out.note(f"{busy.message}; waiting for up to {WORKER_WAIT_S:.0f} s")
+    return lease.acquire(output, run, wait_seconds=WORKER_WAIT_S)
 
 
 def _check_disk(job: Job, found: ScanResult) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import humanize
@@ -28,7 +29,6 @@ from extractor.taps import TapSelection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from extractor.commands.output import Output
     from extractor.commands.recompute import CompareReport, TapReport
@@ -145,7 +145,7 @@ def verify(
         )
         _tell_comparison(compared, out)
     elif against is not None:
-        out.line("not recomputed: repair the data set first (start the run again)")
+        out.line("not recomputed: repair the data set first")
     outcome = Outcome(report, compared)
     out.line("ok" if outcome.ok else "NOT OK")
     return outcome
@@ -241,6 +241,12 @@ def _tell_store(output: Path, report: VerifyReport, out: Output) -> None:
         out.line(f"damaged: {damage.reason} [{damage.kind}]")
     if len(report.damages) > SHOWN_DAMAGES:
         out.line(f"damaged: {SHOWN_DAMAGES} of {len(report.damages):,} findings shown; --json has all")
+    if damaged := _damaged_shards(output, report):
+        # A resume reads sizes and headers only: it would take a shard with a wrong byte for done.
+        out.line(
+            f"to repair: remove {_few(damaged)} from {output / names.SHARDS}, then start the run again: "
+            "it computes them anew"
+        )
     if report.missing_shards:
         count = f"{len(report.missing_shards):,} planned shards are not there"
         out.line(f"incomplete: {count}: {_few(report.missing_shards)}")
@@ -267,7 +273,14 @@ def _tap_line(tap: TapReport) -> str:
     return f"{errors}  WRONG: {tap.looks_like or 'no neighbouring layer or norm variant fits better'}"
 
 
-def _few(numbers: Sequence[int]) -> str:
+def _damaged_shards(output: Path, report: VerifyReport) -> list[str]:
+    """Folders of the shards that something is wrong with, ascending."""
+    root = output / names.SHARDS
+    paths = [Path(damage.path) for damage in report.damages]
+    return sorted({path.relative_to(root).parts[0] for path in paths if root in path.parents})
+
+
+def _few(numbers: Sequence[int | str]) -> str:
     return ", ".join(map(str, numbers[:10])) + (" ..." if len(numbers) > 10 else "")
 
 
