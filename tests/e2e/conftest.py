@@ -19,7 +19,9 @@ NUM_SAMPLES = 40
 MAX_TOKENS = 640
 TAPS = ("layer_001", "layer_009", "final")
 HIDDEN_SIZE = 256
-SHARD_TOKENS = 1500
+SHARD_BYTES = 1500 * HIDDEN_SIZE * 4 * len(TAPS)
+"""Some 1500 tokens: three batches."""
+# Large enough that a shard takes a few tenths of a second: a kill must find it at work.
 MAKE_MODEL = f"""
 import sys
 from pathlib import Path
@@ -29,7 +31,6 @@ small_models.make(
     num_hidden_layers=12,
 )
 """
-"""Large enough that a shard takes a few tenths of a second: a kill must find it at work."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ class Inputs:
 
     def config(self, path: Path, output: Path, *, model: Path | str | None = None, more: str = "") -> Path:
         """Writes `run.toml`; `more` is further TOML at its end."""
-        shard_bytes = SHARD_TOKENS * HIDDEN_SIZE * 4 * len(TAPS)
         path.write_text(
             f"""[model]
 path = "{model or self.model}"
@@ -57,7 +57,7 @@ layers = [1, 9]
 
 [output]
 dir = "{output}"
-shard_bytes = {shard_bytes}
+shard_bytes = {SHARD_BYTES}
 reserve_bytes = 0
 
 [batch]

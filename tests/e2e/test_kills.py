@@ -90,9 +90,7 @@ def draw_moment(
         case "commit":
             return Moment(f"shard {name} committed", lambda: name in outputs.final_shards(output))
         case _:
-            return Moment(
-                f"shard {name} in the event log", lambda: int(name) in done_events(tapdeck, output)
-            )
+            return Moment(f"shard {name} in the event log", lambda: int(name) in done_events(tapdeck, output))
 
 
 def done_events(tapdeck: Tapdeck, output: Path) -> Counter[int]:
@@ -133,7 +131,7 @@ def killed(
                 kills_left=NUM_KILLS - number,
                 reference=reference.output,
             )
-        print(f"kill {number} (seed {SEED}): {victims} at {moment.name}")  # noqa: T201 -- shown on failure
+        print(f"kill {number} (seed {SEED}): {victims} at {moment.name}")
         command.wait_for(moment.is_now, moment.name)
         kill(command, victims)
         finished = command.wait()

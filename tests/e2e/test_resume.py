@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pexpect
 import pytest
-from conftest import Inputs, Reference
+from conftest import MAX_TOKENS, SHARD_BYTES, Inputs, Reference
 
 from tests.support import outputs
 from tests.support.product import COMMAND_LINE, START_S, Finished, Tapdeck
@@ -110,6 +110,33 @@ def test_a_complete_run_started_again_loads_no_model_and_changes_no_shard(
     assert finished.json["bytes"] == reference.finished.json["bytes"]
 
 
+def test_the_flags_of_the_older_script_describe_the_same_run(tapdeck, reference, inputs, tmp_path):
+    output, _ = copy_of(reference, inputs, tmp_path)
+    flags = {
+        "--model-path": inputs.model,
+        "--layer-ids": "1,9",
+        "--max-seq-len": MAX_TOKENS + 1,
+        "--tp-size": 1,
+        "--data": inputs.conversations,
+        "--output": output,
+        "--layout": "shards",
+    }
+    settings = {
+        "model.device": "cpu",
+        "model.dtype": "float32",
+        "batch.max_tokens": MAX_TOKENS,
+        "output.shard_bytes": SHARD_BYTES,
+    }
+
+    finished = tapdeck.run(
+        "extract",
+        *(str(word) for flag in flags.items() for word in flag),
+        *(word for key, value in settings.items() for word in ("--set", f"{key}={value}")),
+    ).require(0)
+
+    assert f"0 of {reference.num_shards} shards to do" in finished.stderr
+
+
 def test_a_prepared_cache_that_was_deleted_is_made_again_and_changes_nothing(
     fresh_tapdeck, reference, inputs, tmp_path
 ):
@@ -135,7 +162,9 @@ def test_a_quick_verify_finds_wrong_sizes_and_missing_files_but_no_flipped_byte(
 def test_verify_finds_a_flipped_byte_and_every_other_damage_with_its_file(repaired):
     found = repaired.full.require(1).json
 
-    kinds = {(Path(item["path"]).parent.name, Path(item["path"]).name, item["kind"]) for item in found["damaged"]}
+    kinds = {
+        (Path(item["path"]).parent.name, Path(item["path"]).name, item["kind"]) for item in found["damaged"]
+    }
     assert (FLIPPED, "layer_001.safetensors", "checksum") in kinds
     assert {shard for shard, _, _ in kinds} == {TRUNCATED, MISSING, EDITED, FLIPPED}
     assert found["ok"] is False

@@ -69,9 +69,7 @@ def stop_at(command: Command, tapdeck: Tapdeck, output: Path, *numbers: int, num
     finished = command.wait()
     # Asked at once: the worker must be gone before its command is.
     processes = tapdeck.processes()
-    return Stop(
-        finished, before, set(outputs.final_shards(output)), outputs.part_folders(output), processes
-    )
+    return Stop(finished, before, set(outputs.final_shards(output)), outputs.part_folders(output), processes)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +143,7 @@ def test_a_second_signal_stops_at_once_with_the_exit_code_of_the_signal(stopped)
     stop = stopped.twice
 
     stop.finished.require(143)
+    assert "stopped at once; the same command resumes" in stop.finished.stderr
     assert "Traceback" not in stop.finished.stderr
     assert stop.before <= stop.after
 
@@ -153,6 +152,7 @@ def test_a_run_that_was_stopped_ends_byte_identical_to_an_undisturbed_one(stoppe
     stopped.last.require(0)
 
     assert stopped.last.json["complete"] is True
+    assert outputs.part_folders(stopped.output) == []
     outputs.require_same_bytes(stopped.output / "shards", reference.output / "shards")
 
 
