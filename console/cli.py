@@ -56,7 +56,7 @@ def demo(
 def extract(
     *,
     run_toml: Annotated[
-        Path | None, typer.Argument(metavar="[RUN.toml]", help="Configuration of the run.")
+        Path | None, typer.Argument(metavar="RUN.toml", help="Configuration of the run.")
     ] = None,
     model_path: Annotated[
         str | None, typer.Option(help="Model folder, or hub id in the local cache.")
@@ -165,14 +165,21 @@ def export(
     _end(command.run(folder, layout=layout, target=target, out=_output(as_json=as_json)))
 
 
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"tapdeck {metadata.version('tapdeck')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
     *,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
-) -> None:
-    if version:
-        typer.echo(f"tapdeck {metadata.version('tapdeck')}")
-        raise typer.Exit
+    # By callback, since the body of this function is only reached when a verb follows.
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None: ...
 
 
 def main() -> None:
