@@ -123,7 +123,8 @@ class BatchSection(Section):
 class WriterSection(Section):
     """`[writer]`: from the device to the disk."""
 
-    threads: PositiveInt = 4
+    threads: PositiveInt = 8
+    """Twice the taps of a usual run: while the files of one shard are synced, those of the next are written."""
     buffers: Annotated[int, Field(ge=2)] = 4
     """Host buffers, each as large as one batch of states; together they bound the memory."""
 

@@ -144,13 +144,11 @@ class BatchDone(Report, frozen=True):
         shard: its shard.
         batch: its number within the shard.
         num_tokens: its tokens.
-        stall_s: seconds the computation waited for a free buffer (the disk is slower than the device).
     """
 
     shard: int
     batch: int
     num_tokens: int
-    stall_s: float
 
 
 class ShardDone(Report, frozen=True):

@@ -30,7 +30,6 @@ class RunProgress:
         self._total_shards = total_shards
         self._tokens = 0
         self._shards = 0
-        self._stall_s = 0.0
         self._started_at: float | None = None
         self._line_at = 0.0
         console = Console(file=out.stderr)
@@ -73,7 +72,6 @@ class RunProgress:
                 )
             case protocol.BatchDone():
                 self._tokens += report.num_tokens
-                self._stall_s += report.stall_s
                 self._show()
             case protocol.ShardDone():
                 self._shards += 1

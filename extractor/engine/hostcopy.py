@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,9 +68,7 @@ class HostPool:
         Returns:
             The block, whose rows are valid after `wait`.
         """
-        before = time.monotonic()
         buffer = self._free.get()
-        waited_s = time.monotonic() - before
         num_tokens = sum(lengths)
         taps = list(states)
         host_KTH = buffer.states[: len(taps) * num_tokens * self._hidden_size].view(len(taps), num_tokens, -1)
@@ -86,7 +83,6 @@ class HostPool:
             lengths=lengths,
             event=event,
             sources=list(states.values()),
-            waited_s=waited_s,
         )
 
     def _start(
@@ -117,11 +113,7 @@ class HostPool:
 
 
 class CopiedBatch:
-    """The states of one batch in host memory; satisfies `extractor.store.pipeline.HostBlock`.
-
-    Attributes:
-        waited_s: seconds the copy waited for a free buffer.
-    """
+    """The states of one batch in host memory; satisfies `extractor.store.pipeline.HostBlock`."""
 
     def __init__(
         self,
@@ -134,9 +126,7 @@ class CopiedBatch:
         lengths: Sequence[int],
         event: torch.cuda.Event | None,
         sources: list[torch.Tensor],
-        waited_s: float,
     ) -> None:
-        self.waited_s = waited_s
         self._pool = pool
         self._buffer = buffer
         self._rows = {tap: host_KTH[row] for row, tap in enumerate(taps)}

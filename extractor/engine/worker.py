@@ -144,7 +144,7 @@ class Worker:
                 states, _ = engine.forward([sample.input_ids for sample in samples])
                 block = engine.pool.copy(states, lengths)
                 writer.submit(block, samples)
-                self._channel.send(protocol.BatchDone(shard.index, number, sum(lengths), block.waited_s))
+                self._channel.send(protocol.BatchDone(shard.index, number, sum(lengths)))
         except BaseException:
             writer.abandon()
             raise

@@ -36,6 +36,6 @@ if [ "$part" = PARITY ]; then
   parity qwen3-moe "$work/qwen3-moe" "$work/letters.jsonl" triton bfloat16 "0, 2, 4"
 else
   python3 "$here/tests/benchmarks/throughput.py" --device cuda --shape qwen3-8b --backend fa3 --samples 576 \
-    --max-tokens 8192 --rounds 3 --transformers 48 --threads 4 --dir "$work" || failed=1
+    --max-tokens 8192 --rounds 3 --transformers 48 --dir "$work" || failed=1
 fi
 exit $failed

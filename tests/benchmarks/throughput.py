@@ -59,7 +59,9 @@ def main() -> None:
         for batch in shard.batches
     ]
     tokens = sum(len(ids) for batch in batches for ids in batch)
-    rows = _in_process(jobs.engine_spec(job, "none"), batches, tokens, args.rounds)
+    rows: dict[str, list[float]] = {}
+    if not args.extraction_only:
+        rows = _in_process(jobs.engine_spec(job, "none"), batches, tokens, args.rounds)
     rows["whole extraction (tapdeck extract)"] = [
         _extract(tree, work / f"out{number}") for number in range(args.rounds)
     ]
@@ -81,7 +83,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--transformers", type=int, default=48, help="samples of the transformers loop; 0: none"
     )
-    parser.add_argument("--threads", type=int, default=4, help="writer threads")
+    parser.add_argument("--threads", type=int, default=8, help="writer threads")
+    parser.add_argument("--buffers", type=int, default=4, help="host buffers")
+    parser.add_argument("--extraction-only", action="store_true", help="no bare prefill, no ratio")
     parser.add_argument("--backend", default=None, help="attention backend")
     parser.add_argument("--dir", default=None, help="where the data is written (the disk that is measured)")
     return parser.parse_args()
@@ -98,7 +102,7 @@ def _demo_run(args: argparse.Namespace, work: Path) -> dict:
     build_conversations(conversations, num_samples=args.samples, seed=1)
     tree = demo_config(model, conversations, work / "out").model_dump()
     tree["batch"]["max_tokens"] = args.max_tokens
-    tree["writer"]["threads"] = args.threads
+    tree["writer"] = {"threads": args.threads, "buffers": args.buffers}
     return tree
 
 
@@ -122,7 +126,7 @@ def _dummy_run(args: argparse.Namespace, work: Path) -> dict:
         "taps": {"layers": [1, 17, 32], "final": True},
         "output": {"dir": str(work / "out"), "shard_bytes": 1_000_000_000},
         "batch": {"max_tokens": args.max_tokens},
-        "writer": {"threads": args.threads},
+        "writer": {"threads": args.threads, "buffers": args.buffers},
     }
 
 
@@ -258,7 +262,7 @@ def _print(rows: dict[str, list[float]], tokens: int, num_batches: int, args: ar
     )
     for heading in ("what", "tokens/s (median)", "min", "max", "of bare prefill"):
         table.add_column(heading)
-    bare = statistics.median(rows["bare SGLang prefill"])
+    bare = statistics.median(rows.get("bare SGLang prefill", [float("nan")]))
     for name, rates in rows.items():
         middle = statistics.median(rates)
         table.add_row(

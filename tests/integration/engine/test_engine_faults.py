@@ -80,7 +80,9 @@ def test_rows_of_two_samples_swapped_in_final_are_named(results):
 
 def test_rows_swapped_on_the_way_to_the_host_are_named(results):
     assert results["rows_swapped_in_host_copy"]["error"] == "ProofError"
-    assert "layer_001: row 0 in the host buffer is not row 0" in results["rows_swapped_in_host_copy"]["message"]
+    assert (
+        "layer_001: row 0 in the host buffer is not row 0" in results["rows_swapped_in_host_copy"]["message"]
+    )
 
 
 def test_samples_in_another_order_than_sent_are_refused(results):
