@@ -3,94 +3,30 @@
 A start of SGLang takes most of the time of a test, so runs that several tests look at are made once.
 """
 
-import random
+import os
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support import small_models
-from tests.support.product import ROOT, Finished, Tapdeck
-
-NUM_SAMPLES = 40
-MAX_TOKENS = 640
-TAPS = ("layer_001", "layer_009", "final")
-HIDDEN_SIZE = 256
-SHARD_BYTES = 1500 * HIDDEN_SIZE * 4 * len(TAPS)
-"""Some 1500 tokens: three batches."""
-# Large enough that a shard takes a few tenths of a second: a kill must find it at work.
-MAKE_MODEL = f"""
-import sys
-from pathlib import Path
-from tests.support import small_models
-small_models.make(
-    Path(sys.argv[1]), "qwen3", hidden_size={HIDDEN_SIZE}, head_dim=64, intermediate_size=1024,
-    num_hidden_layers=12,
-)
-"""
+from tests.support.job import Inputs, Reference, make_inputs
+from tests.support.product import Tapdeck
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Model and conversations, and the `run.toml` made of them."""
+class Unwritable:
+    """A folder that may not be written, the words before a command for which that is so, and the reason."""
 
-    model: Path
-    conversations: Path
-
-    def config(self, path: Path, output: Path, *, model: Path | str | None = None, more: str = "") -> Path:
-        """Writes `run.toml`; `more` is further TOML at its end."""
-        path.write_text(
-            f"""[model]
-path = "{model or self.model}"
-device = "cpu"
-dtype = "float32"
-
-[data]
-files = ["{self.conversations}"]
-max_len = {MAX_TOKENS}
-
-[taps]
-layers = [1, 9]
-
-[output]
-dir = "{output}"
-shard_bytes = {SHARD_BYTES}
-reserve_bytes = 0
-
-[batch]
-max_tokens = {MAX_TOKENS}
-{more}""",
-            encoding="utf-8",
-        )
-        return path
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The undisturbed run. Nobody may change its output."""
-
-    config: Path
-    output: Path
-    finished: Finished
-
-    @property
-    def num_shards(self) -> int:
-        return int(self.finished.json["shards"])
+    folder: Path
+    prefix: tuple[str, ...]
+    reason: str
 
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    folder = tmp_path_factory.mktemp("inputs")
-    # A process of its own: importing torch and transformers here would slow down every other test.
-    subprocess.run([sys.executable, "-c", MAKE_MODEL, folder / "model"], cwd=ROOT, check=True)
-    rng = random.Random(5)
-    lengths = [rng.randint(150, 600) for _ in range(NUM_SAMPLES)]
-    return Inputs(
-        folder / "model", small_models.conversations(folder / "conversations.jsonl", lengths, seed=1)
-    )
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="session")
@@ -117,12 +53,18 @@ def reference(tapdeck: Tapdeck, inputs: Inputs, tmp_path_factory: pytest.TempPat
     return Reference(config, folder / "reference", finished)
 
 
-@pytest.fixture(scope="session")
-def read_only() -> Callable[[Path], tuple[str, ...]]:
-    """Makes the words before a command for which a folder is a read-only file system."""
-
-    def prefix(folder: Path) -> tuple[str, ...]:
-        script = f'mount -t tmpfs -o ro tmpfs "{folder}" && exec "$@"'
-        return ("unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh")
-
-    return prefix
+@pytest.fixture
+def unwritable(tmp_path: Path) -> Unwritable:
+    folder = tmp_path / "frozen"
+    folder.mkdir()
+    if os.getuid():
+        folder.chmod(0o555)
+        return Unwritable(folder, (), f"may not be written by user {os.getuid()}")
+    # Permissions do not bind root; a read-only mount, in a name space of its own, binds everybody.
+    script = f'mount -t tmpfs -o ro tmpfs "{folder}" && exec "$@"'
+    prefix = ("unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh")
+    can_mount = subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
+    # A container in which root may not mount has its /sys read-only.
+    return Unwritable(
+        folder if can_mount else Path("/sys"), prefix if can_mount else (), "is on a read-only file system"
+    )

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet
 import pytest
-from conftest import Inputs, Reference
 
 from tests.support import outputs
+from tests.support.job import Inputs, Reference
 from tests.support.product import Command, Finished, Tapdeck
 
 SEED = int(os.environ.get("TAPDECK_TEST_SEED", "20"))

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import safetensors.numpy
-from conftest import HIDDEN_SIZE, NUM_SAMPLES, TAPS, Reference
 
 from tests.support import outputs
+from tests.support.job import HIDDEN_SIZE, NUM_SAMPLES, TAPS, Reference
 from tests.support.product import Finished, Tapdeck
 
 VERBS = ("demo", "extract", "prepare", "estimate", "verify", "export")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import Inputs, Reference
 
+from tests.support.job import Inputs, Reference
 from tests.support.outputs import contents, stamps
 from tests.support.product import Finished, Tapdeck
 
@@ -98,15 +98,12 @@ def test_an_output_that_is_a_file_is_refused_and_the_file_stays(refused, tmp_pat
     assert (tmp_path / "out").read_text() == "mine"
 
 
-def test_an_output_on_a_read_only_file_system_is_refused(fresh_tapdeck, inputs, tmp_path, read_only):
-    # Permissions do not bind root; a read-only mount, in a name space of its own, binds everybody.
-    folder = tmp_path / "frozen"
-    folder.mkdir()
-    config = inputs.config(tmp_path / "run.toml", folder / "out")
+def test_an_output_that_may_not_be_written_is_refused(fresh_tapdeck, inputs, tmp_path, unwritable):
+    config = inputs.config(tmp_path / "run.toml", unwritable.folder / "out")
 
-    finished = fresh_tapdeck.run("extract", config, prefix=read_only(folder)).require(5)
+    finished = fresh_tapdeck.run("extract", config, prefix=unwritable.prefix).require(5)
 
-    assert f"{folder} is on a read-only file system" in finished.stderr
+    assert f"{unwritable.folder} {unwritable.reason}" in finished.stderr
     assert "What to do: choose another output.dir" in finished.stderr
     assert list(fresh_tapdeck.state.rglob("replica-*")) == []
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pexpect
 import pytest
-from conftest import MAX_TOKENS, SHARD_BYTES, Inputs, Reference
 
 from tests.support import outputs
+from tests.support.job import MAX_TOKENS, SHARD_BYTES, Inputs, Reference
 from tests.support.product import COMMAND_LINE, START_S, Finished, Tapdeck
 
 TRUNCATED, MISSING, EDITED, FLIPPED = "000001", "000003", "000004", "000007"

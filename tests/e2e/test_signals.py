@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import Inputs, Reference
 
 from tests.support import outputs
+from tests.support.job import Inputs, Reference
 from tests.support.product import Command, Finished, Tapdeck
 
 LOADING = "loading the model"
