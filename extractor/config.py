@@ -15,7 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from extractor.errors import ConfigError
 
@@ -104,13 +104,23 @@ class OutputSection(Section):
     """`[output]`: where and how the states are written."""
 
     dir: str
-    layout: Literal["shards"] = "shards"
+    layout: str = "shards"
     shard_bytes: PositiveInt = 2_000_000_000
     """States per shard: what a kill can cost at most."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision on disk; "auto" is the model's."""
     reserve_bytes: Annotated[int, Field(ge=0)] = 1_000_000_000
     """Free space that must remain on the output's file system."""
+
+    @field_validator("layout")
+    @classmethod
+    def _only_shards(cls, layout: str) -> str:
+        if layout != "shards":
+            raise ValueError(
+                f"a run writes the layout shards; for {layout} run `tapdeck export DIR OUT --layout {layout}` "
+                "afterwards (known there: speculators-v1)"
+            )
+        return layout
 
 
 class BatchSection(Section):

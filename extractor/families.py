@@ -1,4 +1,4 @@
-"""Model classes whose states can be captured, and the mechanism by which SGLang does it.
+"""What of SGLang is supported: releases, model classes, and the mechanism by which a class captures.
 
 Known without importing SGLang, so that an unsupported model is refused before its weights are read.
 `extractor.engine.capture` has one adapter per mechanism. A class that is not listed is refused.
@@ -14,6 +14,9 @@ from extractor.errors import PreflightError
 
 Mechanism = Literal["list", "flag"]
 
+VERIFIED_RELEASES = {"0.5.17": "cuda", "0.5.23": "cpu"}
+"""Release: the device on which it was verified. Others are refused unless a run says otherwise."""
+
 MECHANISMS: dict[str, Mechanism] = {
     # `inner.layers_to_capture`, a list of boundaries
     "LlamaForCausalLM": "list",
@@ -24,6 +27,15 @@ MECHANISMS: dict[str, Mechanism] = {
     "Qwen2MoeForCausalLM": "flag",
     "Qwen3MoeForCausalLM": "flag",
 }
+
+
+def unverified_note(release: str, device: str) -> str | None:
+    """What to tell a person whose release was verified on the other device only, or never."""
+    verified = VERIFIED_RELEASES.get(release)
+    if verified == device:
+        return None
+    where = "never verified" if verified is None else f"verified on {verified} only"
+    return f"SGLang {release} was {where}; this run uses {device}: look at `tapdeck verify --against transformers`"
 
 
 def mechanism_of(architecture: str) -> Mechanism:

@@ -233,7 +233,9 @@ def _compute(
     events = EventLog(run_folder / "events.jsonl")
     with (
         contextlib.closing(events),
-        RunProgress(out, total_tokens=tokens, total_shards=len(found.to_do)) as progress,
+        RunProgress(
+            out, device=job.facts.device, total_tokens=tokens, total_shards=len(found.to_do)
+        ) as progress,
         Replica(
             lambda endpoint: jobs.engine_spec(job, endpoint),
             launcher=launcher,

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from extractor import protocol
 from extractor.estimate import eta_s
+from extractor.families import unverified_note
 
 if TYPE_CHECKING:
     from extractor.commands.output import Output
@@ -23,9 +24,17 @@ STAGES = {"load": "loading the model", "proof": "proving the capture", "warm-up"
 class RunProgress:
     """Shows one run. Use as a context manager."""
 
-    def __init__(self, out: Output, *, total_tokens: int, total_shards: int) -> None:
-        """Args: tokens and shards that this run will compute."""
+    def __init__(self, out: Output, *, device: str, total_tokens: int, total_shards: int) -> None:
+        """Starts with nothing done.
+
+        Args:
+            out: where to print.
+            device: where the model runs.
+            total_tokens: that this run will compute.
+            total_shards: likewise.
+        """
         self._out = out
+        self._device = device
         self._total_tokens = total_tokens
         self._total_shards = total_shards
         self._tokens = 0
@@ -70,6 +79,9 @@ class RunProgress:
                     f"({len(report.proof)} checks, largest error {worst:.1e}); "
                     f"host buffers {humanize.naturalsize(report.buffer_bytes)}"
                 )
+                warning = unverified_note(report.versions.get("sglang", "unknown"), self._device)
+                if warning is not None:
+                    self._say(f"warning: {warning}")
             case protocol.BatchDone():
                 self._tokens += report.num_tokens
                 self._show()

@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from extractor.errors import BugError, ConfigError, EngineError
+from extractor.families import VERIFIED_RELEASES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from extractor.protocol import EngineSpec
-
-VERIFIED = {"0.5.17": "cuda", "0.5.23": "cpu"}
-"""Release: the device on which it was verified."""
 
 # What makes hidden states complete and hooks run: no prefix cache, no scheduler tricks, no CUDA graphs.
 FIXED_ARGS: Mapping[str, Any] = {
@@ -78,16 +76,16 @@ def check_version(*, allow_unverified: bool) -> None:
     """Refuses a SGLang that was never verified.
 
     Raises:
-        EngineError: not installed, or another release than those in `VERIFIED`.
+        EngineError: not installed, or another release than those in `VERIFIED_RELEASES`.
     """
     installed = versions().get("sglang")
     if installed is None:
         raise EngineError(
             "SGLang is not installed", remedy="pip install sglang==0.5.23", code="sglang_missing"
         )
-    if installed not in VERIFIED and not allow_unverified:
+    if installed not in VERIFIED_RELEASES and not allow_unverified:
         raise EngineError(
-            f"SGLang {installed} was never verified; verified are {' and '.join(sorted(VERIFIED))}",
+            f"SGLang {installed} was never verified; verified are {' and '.join(sorted(VERIFIED_RELEASES))}",
             remedy="install one of these, or set model.allow_unverified_sglang = true and look at the proof",
             code="sglang_version",
         )

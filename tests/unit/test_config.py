@@ -121,3 +121,8 @@ def test_configuration_is_immutable(tmp_path):
     loaded = config.load(write(tmp_path, MINIMAL))
     with pytest.raises(Exception, match="frozen"):
         loaded.data.max_len = 3
+
+
+def test_layout_that_only_export_writes_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"tapdeck export DIR OUT --layout speculators-v1"):
+        config.load(write(tmp_path, MINIMAL), ["output.layout=speculators-v1"])
