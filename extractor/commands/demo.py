@@ -50,7 +50,7 @@ def run(*, folder: Path | None, num_samples: int, headless: bool, out: Output) -
     run_config = demo_config(model, conversations, folder / "data")
     with extraction.StopSignals() as stop:
         try:
-            result = extraction.extract(run_config, out=out, stop=stop.event)
+            result = extraction.extract(run_config, out=out, stop=stop)
         except KeyboardInterrupt:
             return stop.exit_code
         if stop.number is not None:

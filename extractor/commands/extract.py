@@ -31,6 +31,7 @@ from extractor.supervisor.launcher import LocalLauncher
 from extractor.supervisor.replica import Replica
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
     from extractor.commands.job import Job
@@ -90,7 +91,7 @@ def run(config: RunConfig, *, out: Output, launcher: Launcher | None = None) -> 
     """
     with StopSignals() as stop:
         try:
-            result = extract(config, out=out, stop=stop.event, launcher=launcher)
+            result = extract(config, out=out, stop=stop, launcher=launcher)
         except KeyboardInterrupt:
             out.note("stopped at once; the same command resumes")
             return stop.exit_code
@@ -101,12 +102,13 @@ def run(config: RunConfig, *, out: Output, launcher: Launcher | None = None) -> 
 
 
 def extract(
-    config: RunConfig, *, out: Output, stop: threading.Event, launcher: Launcher | None = None
+    config: RunConfig, *, out: Output, stop: StopSignals, launcher: Launcher | None = None
 ) -> ExtractResult:
-    """Runs to the end, or until `stop` is set. Blocking.
+    """Runs to the end, or until `stop` says so. Blocking.
 
     Raises:
         TapdeckError: the run was refused or failed; what was committed stays.
+        KeyboardInterrupt: a signal came while nothing was in hand, or a second one.
     """
     job = jobs.make(config, out=out)
     jobs.require_same_data_set(job)
@@ -123,26 +125,30 @@ def extract(
             out.note(f"shard {shard} is damaged and will be computed again: {damages[0]}")
         out.note(f"{len(found.to_do)} of {len(job.shards)} shards to do")
         outcome = Outcome()
-        if found.to_do:
-            outcome = _compute(
-                job, found, run_folder, held, out=out, stop=stop, launcher=launcher or LocalLauncher()
-            )
-        return _conclude(job, outcome, run_folder, out)
+        with stop.after_the_batch() as event:
+            if found.to_do:
+                outcome = _compute(
+                    job, found, run_folder, held, out=out, stop=event, launcher=launcher or LocalLauncher()
+                )
+            return _conclude(job, outcome, run_folder, out)
     finally:
         held.release(remove_if_empty=is_new)
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as a request to stop after the batch in flight; the second one stops at once.
+    """SIGINT and SIGTERM while a command runs.
+
+    Where nothing is in hand (data is prepared, a lease waited for) the first signal raises
+    `KeyboardInterrupt`. Inside `after_the_batch` the first one asks to stop, and the second one raises.
 
     Attributes:
-        event: set by the first signal.
-        number: the signal that set it.
+        number: the first signal that came.
     """
 
     def __init__(self) -> None:
-        self.event = threading.Event()
         self.number: int | None = None
+        self._event = threading.Event()
+        self._is_polite = False
         self._old: dict[int, Any] = {}
 
     @property
@@ -161,11 +167,21 @@ class StopSignals:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def after_the_batch(self) -> Iterator[threading.Event]:
+        """The first signal sets the event that this yields."""
+        self._is_polite = True
+        try:
+            yield self._event
+        finally:
+            self._is_polite = False
+
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self.event.is_set():
+        is_first = self.number is None
+        self.number = self.number or number
+        if not (is_first and self._is_polite):
             raise KeyboardInterrupt
-        self.number = number
-        self.event.set()
+        self._event.set()
 
 
 class _Watcher:
@@ -178,7 +194,6 @@ class _Watcher:
         self._stop = stop
         self._said_stop = False
         self._beat_at = time.monotonic()
-        self._versions: dict[str, str] = {}
 
     def on_report(self, report: AnyReport) -> None:
         """See `extractor.supervisor.foreground.Watcher`."""
@@ -224,7 +239,9 @@ def _compute(
     stop: threading.Event,
     launcher: Launcher,
 ) -> Outcome:
-    environment, variables = worker_environment(os.environ, job.config.nccl, package_root=PACKAGE_ROOT)
+    environment, variables = worker_environment(
+        os.environ, job.config.nccl, device=job.facts.device, package_root=PACKAGE_ROOT
+    )
     for variable in variables:
         out.note(f"environment: {variable.name}={variable.value} (from {variable.origin})")
     env_record = {v.name: manifest.EnvVariable(v.value, v.origin) for v in variables}

@@ -17,6 +17,8 @@ import zmq
 from extractor import protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from extractor.protocol import AnyReport, AnyRequest
 
 LINGER_MS = 5_000
@@ -30,9 +32,26 @@ class Channel:
         supervisor_gone: set when the other end of the lifeline was closed.
     """
 
-    def __init__(self, endpoint: str, identity: str, lifeline_fd: int | None, stop: threading.Event) -> None:
-        """Connects; `stop` is set as soon as a `Stop` arrives, ahead of the requests that still wait."""
+    def __init__(
+        self,
+        endpoint: str,
+        identity: str,
+        *,
+        lifeline_fd: int | None,
+        stop: threading.Event,
+        on_supervisor_gone: Callable[[], None],
+    ) -> None:
+        """Connects.
+
+        Args:
+            endpoint: ZeroMQ address of the supervisor.
+            identity: of this rank, "REPLICA.RANK".
+            lifeline_fd: read end of the lifeline; None: nobody is watched.
+            stop: set as soon as a `Stop` arrives, ahead of the requests that still wait.
+            on_supervisor_gone: called in the channel's thread once the supervisor is gone.
+        """
         self._stop = stop
+        self._on_supervisor_gone = on_supervisor_gone
         self._outgoing: queue.SimpleQueue[AnyReport | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[AnyRequest] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0)
@@ -85,6 +104,7 @@ class Channel:
                     # Nobody ever writes into the lifeline: readable means closed.
                     poller.unregister(self._lifeline_fd)
                     self.supervisor_gone.set()
+                    self._on_supervisor_gone()
         if self.supervisor_gone.is_set():
             socket.setsockopt(zmq.LINGER, 0)
         socket.close()

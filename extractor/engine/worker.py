@@ -4,9 +4,9 @@ Started by `extractor.supervisor.launcher` as `python -m extractor.engine.worker
 already set. It takes work from the supervisor and never decides what to do next. Shards are committed by
 the writer threads while the next shard is computed.
 
-When the supervisor is gone the shard in hand is finished and committed, then the process exits and frees
-its GPU. SIGINT is ignored (a Ctrl-C in the terminal goes to the command, which then says `Stop`); SIGTERM
-means `Stop`.
+When the supervisor is gone the shard in hand is finished and committed (a load is broken off), then the
+process exits and frees its GPU. SIGINT is ignored (a Ctrl-C in the terminal goes to the command, which then
+says `Stop`); SIGTERM means `Stop`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,12 @@ class Worker:
         self._plan = plan_shards(lengths, spec.geometry)
         self._writers = WriterPool(spec.writer_threads, self._on_commit, self._on_error)
 
-    def run(self, started_at: float) -> None:
-        """Loads, proves and works until told to finish or stop. Blocking.
+    def run(self, engine: Engine) -> None:
+        """Works until told to finish or stop. Blocking.
 
         Raises:
             TapdeckError: the engine cannot go on.
         """
-        engine = self._load(started_at)
         try:
             while not self._stop.is_set():
                 request = self._next_request()
@@ -81,7 +80,12 @@ class Worker:
                 return request
         return None
 
-    def _load(self, started_at: float) -> Engine:
+    def load(self, started_at: float) -> Engine:
+        """Loads the model and proves its capture. Blocking, seconds to minutes.
+
+        Raises:
+            TapdeckError: the model cannot be loaded, or the proof failed.
+        """
         self._channel.send(protocol.Stage("load"))
         from extractor.engine.model import Engine
         from extractor.engine.proof import prove
@@ -181,9 +185,24 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     lifeline = os.environ.pop("TAPDECK_LIFELINE_FD", None)
-    channel = Channel(spec.endpoint, f"{spec.replica}.0", None if lifeline is None else int(lifeline), stop)
+    is_loading = threading.Event()
+    is_loading.set()
+
+    def leave() -> None:
+        # Nothing is in hand while the model loads, and loading cannot be interrupted any other way; a
+        # large model would keep the output folder and the GPU for many minutes.
+        if is_loading.is_set():
+            os._exit(EngineError.exit_code)
+
+    channel = Channel(
+        spec.endpoint,
+        f"{spec.replica}.0",
+        lifeline_fd=None if lifeline is None else int(lifeline),
+        stop=stop,
+        on_supervisor_gone=leave,
+    )
     try:
-        _run(spec, channel, stop, started_at)
+        _run(spec, channel, stop, is_loading, started_at)
     except TapdeckError as error:
         channel.send(protocol.Failed(error.code, error.message, error.remedy, traceback.format_exc()))
         return error.exit_code
@@ -199,7 +218,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _run(spec: EngineSpec, channel: Channel, stop: threading.Event, started_at: float) -> None:
+def _run(
+    spec: EngineSpec, channel: Channel, stop: threading.Event, is_loading: threading.Event, started_at: float
+) -> None:
     process = psutil.Process()
     channel.send(
         protocol.Hello(
@@ -210,7 +231,10 @@ def _run(spec: EngineSpec, channel: Channel, stop: threading.Event, started_at: 
     )
     sglang_compat.check_version(allow_unverified=spec.allow_unverified_sglang)
     sglang_compat.prepare_process(spec.device)
-    Worker(spec, channel, stop).run(started_at)
+    worker = Worker(spec, channel, stop)
+    engine = worker.load(started_at)
+    is_loading.clear()
+    worker.run(engine)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ QWEN3_8B = {
 
 def main() -> None:
     args = _arguments()
+    # As `tapdeck extract` does for its worker.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sglang_compat.prepare_process(args.device)
     work = Path(tempfile.mkdtemp(prefix="tapdeck-bench-", dir=args.dir))
     tree = _demo_run(args, work) if args.shape == "smollm2" else _dummy_run(args, work)

@@ -1,7 +1,6 @@
 """Runs of the product in this process; the worker is a real process with real SGLang on the CPU."""
 
 import io
-import threading
 
 import pytest
 
@@ -48,7 +47,7 @@ def extract():
         out = Output(as_json=False, stdout=text, stderr=text)
         config = configs.build(tree, source="test")
         try:
-            result = extraction.extract(config, out=out, stop=threading.Event(), launcher=launcher)
+            result = extraction.extract(config, out=out, stop=extraction.StopSignals(), launcher=launcher)
         except BaseException as error:
             error.add_note(text.getvalue()[-3000:])
             raise

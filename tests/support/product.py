@@ -144,7 +144,6 @@ class Tapdeck:
             "PYTHONPATH": str(ROOT),
             # With more threads each layer ends in a barrier where they spin: beside another busy process a run
             # of seconds then takes minutes.
-            "OMP_NUM_THREADS": "1",
             **environment,
         }
         self._console = home / "console"

@@ -2,8 +2,8 @@ from extractor.config import NcclSection
 from extractor.supervisor.environment import worker_environment
 
 
-def origins(shell, nccl):
-    environment, variables = worker_environment(shell, nccl, package_root="/pkg")
+def origins(shell, nccl, device="cuda"):
+    environment, variables = worker_environment(shell, nccl, device=device, package_root="/pkg")
     return environment, {variable.name: (variable.value, variable.origin) for variable in variables}
 
 
@@ -31,3 +31,9 @@ def test_worker_imports_this_package_and_asks_no_hub():
     environment, _ = origins({"PYTHONPATH": "/kit"}, NcclSection())
     assert environment["PYTHONPATH"] == "/kit:/pkg"
     assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_cpu_threads_do_not_spin_unless_the_shell_says_so():
+    assert origins({}, NcclSection(), "cpu")[0]["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert origins({"OMP_WAIT_POLICY": "ACTIVE"}, NcclSection(), "cpu")[0]["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert "OMP_WAIT_POLICY" not in origins({}, NcclSection(), "cuda")[0]
