@@ -115,7 +115,7 @@ def killed(
     folder = tmp_path_factory.mktemp("killed")
     seen = Killed(folder / "killed")
     config = inputs.config(folder / "run.toml", seen.output)
-    # While it loads, the command alone: the next command then meets a worker that nobody leads.
+    # While it loads, the command alone: its worker has nothing in hand and must not go on loading.
     plan = ["command", *rng.sample(["command", "worker", "both", "both"], k=NUM_KILLS - 1)]
     for number, victims in enumerate(plan):
         command = tapdeck.start("extract", config)
@@ -136,7 +136,7 @@ def killed(
         kill(command, victims)
         finished = command.wait()
         seen.look(reference.output)
-        if victims != "command":
+        if victims != "command" or moment.name == LOADING:
             tapdeck.require_no_process()
         shards = seen.look(reference.output)
         seen.story.append((moment.name, victims, finished, shards))
@@ -209,16 +209,26 @@ def test_a_command_whose_worker_is_killed_ends_with_7_and_says_how_to_go_on(kill
             finished.require(-signal.SIGKILL)
 
 
-def test_the_command_after_a_lonely_worker_says_whom_it_waits_for(killed):
-    following = [story[2] for story in killed.story[1:]] + [killed.last]
-    lonely = killed.story[0][2]
-
-    # The worker of the first command was still loading, which takes far longer than a start of the next.
-    assert killed.story[0][1] == "command"
-    said = following[0].stderr
-    assert "is still written: run " in said
-    assert "is gone, and its worker finishes a shard; waiting for up to 60 s" in said
-    assert re_worker(lonely.stderr) != re_worker(said)
+def test_a_command_waits_for_the_worker_of_a_killed_one_and_says_so(tapdeck, inputs, tmp_path):
+    output = tmp_path / "lonely"
+    config = inputs.config(tmp_path / "run.toml", output)
+    first = tapdeck.start("extract", config)
+    first.wait_for_text("model ready")
+    first.wait_for(lambda: outputs.part_folders(output), "shard in the making")
+    worker = psutil.Process(first.worker_pid)
+    # Stopped, so that it holds its shard for as long as it takes the next command to come.
+    worker.suspend()
+    first.process.kill()
+    lonely = first.wait()
+    second = tapdeck.start("extract", config)
+    try:
+        second.wait_for_text("is gone, and its worker finishes a shard; waiting for up to 60 s")
+        assert "is still written: run " in second.stderr
+    finally:
+        worker.resume()
+    second.wait().require(0)
+    assert re_worker(lonely.stderr) != re_worker(second.stderr)
+    tapdeck.require_no_process()
 
 
 def re_worker(stderr: str) -> str:

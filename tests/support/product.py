@@ -142,8 +142,6 @@ class Tapdeck:
             "XDG_STATE_HOME": str(self.state),
             "XDG_CACHE_HOME": str(self.cache),
             "PYTHONPATH": str(ROOT),
-            # With more threads each layer ends in a barrier where they spin: beside another busy process a run
-            # of seconds then takes minutes.
             **environment,
         }
         self._console = home / "console"
