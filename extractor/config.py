@@ -1,7 +1,7 @@
 """`run.toml`: what a run is, validated as a whole before anything is loaded.
 
 Owns the keys, their defaults and their errors. It reads no model, no data and no GPU: what needs those
-(does the layer exist, does the disk suffice) is checked by `extractor.commands.preflight`.
+(does the layer exist, does the disk suffice) is checked by `extractor.preflight`.
 
 Invariants: a `RunConfig` is immutable; an unknown key is an error that names the nearest known one; an
 error names the file, the line and the key.

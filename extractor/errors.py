@@ -27,12 +27,21 @@ class TapdeckError(Exception):
     code = "error"
     exit_code = 1
 
-    def __init__(self, message: str, *, remedy: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        remedy: str | None = None,
+        code: str | None = None,
+        exit_code: int | None = None,
+    ) -> None:
         super().__init__(message if remedy is None else f"{message}\n  What to do: {remedy}")
         self.message = message
         self.remedy = remedy
         if code is not None:
             self.code = code
+        if exit_code is not None:
+            self.exit_code = exit_code
 
 
 class ConfigError(TapdeckError):

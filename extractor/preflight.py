@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import msgspec
 
-from extractor import checkpoint, families, taps
+from extractor import checkpoint, families, sglang_args, taps
 from extractor.checkpoint import Checkpoint
 from extractor.errors import AccessError, ConfigError, DiskSpaceError, PreflightError
 from extractor.estimate import DiskVerdict
@@ -63,6 +63,7 @@ def check(config: RunConfig) -> Facts:
         convention=config.taps.convention,
     )
     _check_parallel(config)
+    sglang_args.check(config.model.sglang)
     _check_lengths(config, model)
     _check_inputs(config)
     check_writable(Path(config.output.dir))

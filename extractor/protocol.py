@@ -184,6 +184,7 @@ class Failed(Report, frozen=True):
     """The rank cannot go on: an error that is the same for every shard."""
 
     code: str
+    exit_code: int
     message: str
     remedy: str | None
     trace: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import humanize
@@ -38,6 +39,7 @@ class RunProgress:
         self._total_tokens = total_tokens
         self._total_shards = total_shards
         self._tokens = 0
+        self._in_hand: Counter[int] = Counter()
         self._shards = 0
         self._started_at: float | None = None
         self._line_at = 0.0
@@ -84,11 +86,14 @@ class RunProgress:
                     self._say(f"warning: {warning}")
             case protocol.BatchDone():
                 self._tokens += report.num_tokens
+                self._in_hand[report.shard] += report.num_tokens
                 self._show()
             case protocol.ShardDone():
                 self._shards += 1
                 self._show()
             case protocol.ShardFailed():
+                # Its batches will be computed, and counted, again.
+                self._tokens -= self._in_hand.pop(report.shard, 0)
                 self._say(f"shard {report.shard} failed: {report.error}")
             case _:
                 pass

@@ -8,6 +8,7 @@ Verified: 0.5.23 on the CPU, 0.5.17 on CUDA. Other releases are refused unless t
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import sys
@@ -16,6 +17,7 @@ from array import array
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from extractor import sglang_args
 from extractor.errors import BugError, ConfigError, EngineError
 from extractor.families import VERIFIED_RELEASES
 
@@ -26,38 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from extractor.protocol import EngineSpec
-
-# What makes hidden states complete and hooks run: no prefix cache, no scheduler tricks, no CUDA graphs.
-FIXED_ARGS: Mapping[str, Any] = {
-    "disable_radix_cache": True,
-    "disable_overlap_schedule": True,
-    "chunked_prefill_size": -1,
-    "cuda_graph_backend_decode": "disabled",
-    "cuda_graph_backend_prefill": "disabled",
-    "sampling_backend": "pytorch",
-    "skip_server_warmup": True,
-}
-
-# Settings under which a rank does not see every row or every layer.
-REFUSED_ARGS: Mapping[str, str] = {
-    "pp_size": "pipeline parallelism keeps layers on different ranks",
-    "tp_size": "set model.tp instead",
-    "dp_size": "set model.dp instead",
-    "enable_dp_attention": "with DP attention a rank holds only part of the rows",
-    "attn_cp_size": "with context parallelism a rank holds only part of the rows",
-    "enable_two_batch_overlap": "two-batch overlap runs half of the rows at a time",
-    "speculative_algorithm": "a draft model changes what is captured",
-    "speculative_draft_model_path": "a draft model changes what is captured",
-    "is_embedding": "embedding models have no next-token states",
-    "enable_torch_compile": "hooks do not run in compiled graphs",
-    "model_path": "set model.path instead",
-    "dtype": "set model.dtype instead",
-    "device": "set model.device instead",
-    "attention_backend": "set model.attention_backend instead",
-    "trust_remote_code": "set model.trust_remote_code instead",
-    "max_total_tokens": "it follows from batch.max_tokens",
-    "max_running_requests": "it follows from the plan",
-}
 
 
 def versions() -> dict[str, str]:
@@ -120,22 +90,21 @@ def _missing_kernel(name: str) -> Any:
     return kernel
 
 
-def check_args(extra: Mapping[str, Any]) -> None:
-    """Checks `[model.sglang]` against the installed SGLang and against what capture needs.
+def check_known(args: Mapping[str, Any]) -> None:
+    """Refuses settings that the installed SGLang does not have.
 
     Raises:
-        ConfigError: an unknown field, or one that is refused, with the reason.
+        ConfigError: an unknown setting, with the nearest known ones.
     """
-    known = set(_server_args_fields())
-    for key, value in extra.items():
-        if key in FIXED_ARGS:
-            raise ConfigError(f"model.sglang.{key} is fixed to {FIXED_ARGS[key]!r}: capture depends on it")
-        if key in REFUSED_ARGS and value not in (None, False, 1):
-            raise ConfigError(f"model.sglang.{key} is refused: {REFUSED_ARGS[key]}")
+    known = _server_args_fields()
+    for key in args:
         if key not in known:
+            near = difflib.get_close_matches(key, known, n=3)
             raise ConfigError(
-                f"model.sglang.{key}: SGLang {versions().get('sglang')} has no such argument",
+                f"model.sglang.{key}: SGLang {versions().get('sglang')} has no such argument"
+                + (f"; did you mean {' or '.join(near)}?" if near else ""),
                 remedy="see `python -m sglang.launch_server --help`",
+                code="sglang_setting",
             )
 
 
@@ -266,7 +235,8 @@ def last_logits(model: Any, normed_TH: torch.Tensor, forward_batch: Any) -> torc
 def _server_args(spec: EngineSpec) -> Any:
     from sglang.srt.server_args import ServerArgs
 
-    check_args(spec.sglang_args)
+    sglang_args.check(spec.sglang_args)
+    check_known(spec.sglang_args)
     # Room for every sequence's last page where the attention backend uses pages.
     page_room = 64 * spec.max_batch_samples
     values: dict[str, Any] = {
@@ -283,7 +253,7 @@ def _server_args(spec: EngineSpec) -> Any:
     # The pool is sized by max_total_tokens; the fraction only has to leave room for it.
     values["mem_fraction_static"] = spec.mem_fraction or (0.8 if spec.device == "cpu" else None)
     known = _server_args_fields()
-    values |= {key: value for key, value in FIXED_ARGS.items() if key in known}
+    values |= {key: value for key, value in sglang_args.FIXED.items() if key in known}
     return ServerArgs(**(values | spec.sglang_args))
 
 
@@ -345,7 +315,7 @@ def _make_req(index: int, ids: np.ndarray) -> Any:
 
 
 def _check_batch(batch: Any, sequences: Sequence[np.ndarray]) -> None:
-    """The batch SGLang built holds our tokens, whole, in our order. Reads host memory only."""
+    """The batch SGLang built holds our tokens, whole, in our order."""
     import numpy as np
 
     lengths = [len(ids) for ids in sequences]
@@ -355,6 +325,6 @@ def _check_batch(batch: Any, sequences: Sequence[np.ndarray]) -> None:
             f"{list(batch.prefix_lens)}; sent were {lengths} without a prefix",
             code="batch_tokens",
         )
-    ids_cpu = batch.prefill_input_ids_cpu if batch.input_ids is None else batch.input_ids
-    if ids_cpu.device.type == "cpu" and not np.array_equal(ids_cpu.numpy(), np.concatenate(sequences)):
+    ids = batch.prefill_input_ids_cpu if batch.input_ids is None else batch.input_ids
+    if not np.array_equal(ids.cpu().numpy(), np.concatenate(sequences)):
         raise EngineError("SGLang reordered or changed the tokens of a batch", code="batch_tokens")

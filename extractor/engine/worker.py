@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import psutil
 
 from extractor import protocol
@@ -35,8 +36,6 @@ from extractor.protocol import EngineSpec
 from extractor.store.pipeline import ShardSpec, WriterPool
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from extractor.engine.model import Engine
     from extractor.store.shard import ShardRecord
 
@@ -114,14 +113,18 @@ class Worker:
         engine.forward([self._samples.sample(index).input_ids for index in fullest])
 
     def _proof_sequences(self) -> list[np.ndarray]:
-        """Real token ids that differ: heads of the first samples, or of one sample from different places."""
-        first = [
-            self._samples.sample(i).input_ids for i in range(min(len(PROOF_LENGTHS), len(self._samples)))
-        ]
-        while len(first) < len(PROOF_LENGTHS):
-            first.append(first[0][len(first) :] if len(first[0]) > len(first) else first[0])
-        room = self._spec.geometry.max_tokens // len(PROOF_LENGTHS)
-        return [ids[: max(1, min(length, room))] for ids, length in zip(first, PROOF_LENGTHS, strict=True)]
+        """Real token ids that differ: the ends of the first samples (they often begin alike)."""
+        room = max(1, self._spec.geometry.max_tokens // len(PROOF_LENGTHS))
+        sequences: list[np.ndarray] = []
+        for number, length in enumerate(PROOF_LENGTHS):
+            ids = self._samples.sample(number % len(self._samples)).input_ids[-min(length, room) :]
+            # Equal tokens have equal states, and a swap of theirs could not be seen: rotated until they differ.
+            for _ in ids:
+                if not any(np.array_equal(ids[:8], other[:8]) for other in sequences):
+                    break
+                ids = np.roll(ids, 1)
+            sequences.append(ids)
+        return sequences
 
     def _work(self, engine: Engine, shard: Shard) -> None:
         writer = self._writers.open_shard(
@@ -204,11 +207,27 @@ def main(argv: list[str]) -> int:
     try:
         _run(spec, channel, stop, is_loading, started_at)
     except TapdeckError as error:
-        channel.send(protocol.Failed(error.code, error.message, error.remedy, traceback.format_exc()))
+        channel.send(
+            protocol.Failed(
+                code=error.code,
+                exit_code=error.exit_code,
+                message=error.message,
+                remedy=error.remedy,
+                trace=traceback.format_exc(),
+            )
+        )
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported
         message = f"{type(error).__name__}: {error}"
-        channel.send(protocol.Failed("crash", message, None, traceback.format_exc()))
+        channel.send(
+            protocol.Failed(
+                code="crash",
+                exit_code=EngineError.exit_code,
+                message=message,
+                remedy=None,
+                trace=traceback.format_exc(),
+            )
+        )
         traceback.print_exc()
         return EngineError.exit_code
     finally:

@@ -144,6 +144,7 @@ class ForegroundRun:
                     report.message,
                     remedy=report.remedy or f"see {self._replica.log}",
                     code=report.code,
+                    exit_code=report.exit_code,
                 )
             case protocol.Bye():
                 self._outcome.peak_rss_bytes = report.peak_rss_bytes

@@ -209,6 +209,61 @@ def rows_swapped_in_final(engine: Any) -> dict[str, str]:
     return _prove(engine)
 
 
+def _stored(engine: Any, change: Callable[[dict[str, Any], Any], Any]) -> dict[str, str]:
+    """The proof of an engine whose stored `final` (and nothing that hooks see) is something else."""
+    capture = engine.capture
+    collect = capture.collect
+
+    def changed(num_tokens: int) -> Any:
+        states = collect(num_tokens)
+        return states | {"final": change(states, capture)}
+
+    capture.collect = changed
+    return _prove(engine)
+
+
+def final_has_the_norm(engine: Any) -> dict[str, str]:
+    return _stored(engine, lambda _, capture: capture._normed_TH)
+
+
+def final_is_another_layer(engine: Any) -> dict[str, str]:
+    return _stored(engine, lambda states, _: states["layer_003"])
+
+
+def two_rows_of_final_swapped(engine: Any) -> dict[str, str]:
+    def swapped(states: dict[str, Any], _: Any) -> Any:
+        rows = states["final"].clone()
+        rows[[2, 5]] = rows[[5, 2]]
+        return rows
+
+    return _stored(engine, swapped)
+
+
+def normed_is_final(engine: Any) -> dict[str, str]:
+    """`normed` is stored, and holds what has not seen the norm."""
+    import msgspec
+
+    taps = choose(engine.spec.taps.num_layers, normed=True)
+    engine.capture.set_taps(taps)
+    engine.spec = msgspec.structs.replace(engine.spec, taps=taps)
+    engine.pool = _pool(engine)
+    collect = engine.capture.collect
+    engine.capture.collect = lambda num_tokens: (states := collect(num_tokens)) | {"normed": states["final"]}
+    return _prove(engine)
+
+
+def refused_settings(engine: Any) -> dict[str, str]:
+    """Settings that this SGLang does not have; and that it has all those that are refused or fixed."""
+    from extractor import sglang_args
+
+    known = set(sglang_compat._server_args_fields())
+    named = {*sglang_args.FIXED, *sglang_args.OWNED, *sglang_args.REFUSED}
+    return {
+        "unknown": outcome(lambda: sglang_compat.check_known({"quantizatoin": "fp8"}))["message"],
+        "not in this release": ", ".join(sorted(named - known)),
+    }
+
+
 def rows_swapped_in_host_copy(engine: Any) -> dict[str, str]:
     copy = engine.pool.copy
 
@@ -338,6 +393,11 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
         norms_swapped,
         rows_swapped_in_capture,
         rows_swapped_in_final,
+        final_has_the_norm,
+        final_is_another_layer,
+        two_rows_of_final_swapped,
+        normed_is_final,
+        refused_settings,
         rows_swapped_in_host_copy,
         samples_swapped_on_the_way_in,
         padded_rows,

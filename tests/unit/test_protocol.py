@@ -12,7 +12,7 @@ REPORTS = [
     protocol.BatchDone(3, 0, 100),
     protocol.ShardDone(3, 2, 100, 40, 5000, 0),
     protocol.ShardFailed(3, "no space", "ENOSPC"),
-    protocol.Failed("proof", "message", None, "trace"),
+    protocol.Failed("proof", 7, "message", None, "trace"),
     protocol.Bye(1000),
 ]
 REQUESTS = [protocol.WorkShard(4), protocol.Finish(), protocol.Stop()]

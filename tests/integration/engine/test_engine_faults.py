@@ -34,7 +34,7 @@ def test_sound_engine_passes_the_proof_exactly(results):
         "layer_003: enters layer 4",
         "final: its norm is normed",
         "normed: gives the logits",
-        *(f"{tap}: a sample alone has the same rows (median)" for tap in ("layer_001", "layer_003", "final")),
+        *(f"{tap}: a sample alone has the same rows" for tap in ("layer_001", "layer_003", "final")),
     }
     assert max(results["proof_lines"].values()) <= 1e-5
 
@@ -75,7 +75,25 @@ def test_rows_of_two_samples_swapped_in_a_tap_are_named(results):
 
 def test_rows_of_two_samples_swapped_in_final_are_named(results):
     assert results["rows_swapped_in_final"]["error"] == "ProofError"
-    assert "rows of samples are swapped" in results["rows_swapped_in_final"]["message"]
+    assert "the final norm of `final` is not `normed`" in results["rows_swapped_in_final"]["message"]
+
+
+def test_final_that_has_seen_the_norm_is_named(results):
+    assert "`final` has the norm applied" in results["final_has_the_norm"]["message"]
+
+
+@pytest.mark.parametrize("fault", ["final_is_another_layer", "two_rows_of_final_swapped", "normed_is_final"])
+def test_what_is_stored_as_final_or_normed_must_be_it_at_every_row(results, fault):
+    assert results[fault]["error"] == "ProofError"
+    assert "the final norm of `final` is not `normed`" in results[fault]["message"]
+
+
+def test_setting_that_sglang_does_not_have_is_refused_with_the_nearest_one(results):
+    assert "has no such argument; did you mean quantization" in results["refused_settings"]["unknown"]
+
+
+def test_settings_we_refuse_are_settings_of_this_release(results):
+    assert results["refused_settings"]["not in this release"] == ""
 
 
 def test_rows_swapped_on_the_way_to_the_host_are_named(results):

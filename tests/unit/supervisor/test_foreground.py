@@ -153,7 +153,7 @@ def test_error_that_the_next_shard_would_meet_too_ends_the_run(play, name):
 
 
 def test_failure_of_the_worker_is_passed_on_with_code_and_remedy(play):
-    failed = protocol.Failed("proof", "captured one layer early", "report it", "trace")
+    failed = protocol.Failed("proof", 7, "captured one layer early", "report it", "trace")
     with pytest.raises(EngineError, match="captured one layer early") as caught:
         play(PlayedReplica(first=[failed]), [0])
     assert (caught.value.code, caught.value.remedy) == ("proof", "report it")
