@@ -6,6 +6,7 @@ wait for torch. This is the only place that turns errors into exit codes.
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from importlib import metadata
@@ -184,6 +185,10 @@ def _root(
 
 def main() -> None:
     """Entry point. Ends the process with the exit code of the verb."""
+    for stream in (sys.stdout, sys.stderr):
+        # Text is data: a terminal that cannot show a character gets its escape, not a traceback.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except TapdeckError as error:

@@ -28,7 +28,8 @@ DEFAULT_MAX_TOKENS = 8192
 
 PositiveInt = Annotated[int, Field(gt=0)]
 # TOML has arrays, which arrive as lists: only the container is lax, its items stay strict.
-Strings = Annotated[tuple[str, ...], Field(strict=False)]
+PathText = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+Paths = Annotated[tuple[PathText, ...], Field(strict=False)]
 Ints = Annotated[tuple[int, ...], Field(strict=False)]
 
 
@@ -41,7 +42,7 @@ class Section(BaseModel):
 class ModelSection(Section):
     """`[model]`: which model, on which device, in which precision."""
 
-    path: str
+    path: PathText
     """Folder, or hub id that is in the local cache."""
     revision: str | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -71,7 +72,7 @@ class MaskSection(Section):
 class DataSection(Section):
     """`[data]`: which conversations, how they are rendered, what is rejected."""
 
-    files: Strings = Field(min_length=1)
+    files: Paths = Field(min_length=1)
     format: Literal["auto", "messages", "sharegpt"] = "auto"
     template: str | None = None
     """A Jinja file; None takes the chat template of the model's tokenizer."""
@@ -103,7 +104,7 @@ class TapsSection(Section):
 class OutputSection(Section):
     """`[output]`: where and how the states are written."""
 
-    dir: str
+    dir: PathText
     layout: str = "shards"
     shard_bytes: PositiveInt = 2_000_000_000
     """States per shard: what a kill can cost at most."""
@@ -126,7 +127,7 @@ class OutputSection(Section):
 class BatchSection(Section):
     """`[batch]`: what one forward pass holds."""
 
-    max_tokens: PositiveInt | None = None
+    max_tokens: Annotated[int, Field(ge=16)] | None = None
     """Token budget; None takes 8192, or `data.max_len` where that is more."""
 
 
@@ -293,7 +294,7 @@ def _anchor(tree: dict[str, Any], base: Path) -> None:
     """Makes the relative paths in a tree absolute, in place; a model path that is no folder is a hub id."""
 
     def absolute(path: Any) -> Any:
-        return str(base / Path(path).expanduser()) if isinstance(path, str) else path
+        return str(base / Path(path).expanduser()) if isinstance(path, str) and path else path
 
     for table, key in (("output", "dir"), ("data", "template"), ("data", "files"), ("model", "path")):
         section = tree.get(table)

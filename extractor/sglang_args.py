@@ -65,6 +65,7 @@ REFUSED: Mapping[str, str] = {
     "encoder_only": "an encoder has no next-token states",
     "enable_lora": "adapters change the model that is captured",
     "lora_paths": "adapters change the model that is captured",
+    "json_model_override_args": "the model would not be the one that its config.json describes; edit that file",
 }
 """Refused unless switched off (false, none, an empty list, a size of one)."""
 
@@ -103,4 +104,4 @@ def _is_off(value: object) -> bool:
     # True == 1, so the type decides first.
     if isinstance(value, bool) or value is None:
         return not value
-    return value <= 1 if isinstance(value, int) else not value
+    return value <= 1 if isinstance(value, int) else value in ("", "{}", [], ())

@@ -5,6 +5,7 @@ With `--json` exactly one JSON object goes to stdout. No other module writes to 
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,8 +19,9 @@ class Output:
 
     def __init__(self, *, as_json: bool, stdout: TextIO | None = None, stderr: TextIO | None = None) -> None:
         self.as_json = as_json
-        self.stdout = stdout or sys.stdout
-        self.stderr = stderr or sys.stderr
+        # Python has no stream for a descriptor that was closed before the start: then nobody listens.
+        self.stdout: TextIO = stdout or sys.stdout or io.StringIO()
+        self.stderr: TextIO = stderr or sys.stderr or io.StringIO()
 
     def line(self, text: str = "") -> None:
         """A line of the result for people; a diagnostic when JSON was asked for."""

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from extractor.protocol import EngineSpec
 
 
+PROOF_SEQUENCES = 3
+"""Sequences in one batch of the start-up proof."""
+
+
 def versions() -> dict[str, str]:
     """Versions of what the states depend on, for dataset.json."""
     names = ("sglang", "torch", "transformers", "sglang-kernel", "flashinfer-python", "triton")
@@ -237,8 +241,10 @@ def _server_args(spec: EngineSpec) -> Any:
 
     sglang_args.check(spec.sglang_args)
     check_known(spec.sglang_args)
+    # The start-up proof sends a few sequences also where every batch of the plan holds a single one.
+    max_sequences = max(spec.max_batch_samples, PROOF_SEQUENCES)
     # Room for every sequence's last page where the attention backend uses pages.
-    page_room = 64 * spec.max_batch_samples
+    page_room = 64 * max_sequences
     values: dict[str, Any] = {
         "model_path": spec.model_folder,
         "dtype": spec.dtype,
@@ -246,7 +252,7 @@ def _server_args(spec: EngineSpec) -> Any:
         "trust_remote_code": spec.trust_remote_code,
         "attention_backend": spec.attention_backend or ("torch_native" if spec.device == "cpu" else None),
         "max_total_tokens": spec.geometry.max_tokens + page_room,
-        "max_running_requests": spec.max_batch_samples + 1,
+        "max_running_requests": max_sequences + 1,
         "random_seed": 0,
         "log_level": "warning",
     }

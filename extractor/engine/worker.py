@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from extractor.store.shard import ShardRecord
 
 PROOF_LENGTHS = (48, 33, 17)
-"""Tokens of the sequences of the start-up proof, taken from the first samples of the run."""
+"""Tokens of the sequences of the start-up proof, at most; `sglang_compat.PROOF_SEQUENCES` of them."""
 
 
 class Worker:

@@ -126,3 +126,10 @@ def test_configuration_is_immutable(tmp_path):
 def test_layout_that_only_export_writes_says_so(tmp_path):
     with pytest.raises(ConfigError, match=r"tapdeck export DIR OUT --layout speculators-v1"):
         config.load(write(tmp_path, MINIMAL), ["output.layout=speculators-v1"])
+
+
+@pytest.mark.parametrize("key", ["output.dir", "model.path"])
+@pytest.mark.parametrize("value", ['""', '"a\\u0000b"'])
+def test_path_that_can_be_none_is_refused(tmp_path, key, value):
+    with pytest.raises(ConfigError, match=key):
+        config.load(write(tmp_path, MINIMAL), [f"{key}={value}"])

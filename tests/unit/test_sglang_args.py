@@ -8,7 +8,8 @@ ON = {"pp_size": 2, "nnodes": 2, "attn_dp_size": 2, "attn_cp_size": 2, "dcp_size
 
 @pytest.mark.parametrize("key", sglang_args.REFUSED)
 def test_setting_that_breaks_capture_is_refused_by_name_with_the_reason(key):
-    value = ON.get(key, ["adapter"] if key == "lora_paths" else True)
+    texts = {"lora_paths": ["adapter"], "json_model_override_args": '{"rope_theta": 1}'}
+    value = ON.get(key, texts.get(key, True))
     with pytest.raises(ConfigError, match=rf"model\.sglang\.{key} = .* is refused: ") as caught:
         sglang_args.check({key: value})
     assert sglang_args.REFUSED[key] in str(caught.value)
