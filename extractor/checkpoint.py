@@ -1,8 +1,8 @@
 """Facts about a model folder, read before anything is loaded.
 
 Owns the answer to "which folder is it" (a folder, or a hub id in the local cache) and "what does it
-declare". It reads `config.json` and the headers of the weight files, never a weight, and it imports no
-torch, no transformers and no SGLang, so that a wrong model is refused within a second.
+declare". It reads `config.json`, the headers of the weight files, and of the weights no more than tells two
+models apart; it imports no torch, no transformers and no SGLang, so that a wrong model is refused soon.
 
 Invariants: no network call, ever; every refusal names the file, the key and the remedy; a value that the
 folder does not state is None, never a guess.
@@ -11,10 +11,11 @@ folder does not state is None, never a guess.
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 import xxhash
@@ -28,6 +29,11 @@ HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*(/[\w.-]+)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HEADER_LIMIT = 100_000_000
 """Largest safetensors header that the format allows, in bytes."""
+WHOLE_BYTES = 64 << 20
+"""A weight file up to this size is hashed as a whole."""
+BLOCK_BYTES = 64 << 10
+NUM_BLOCKS = 64
+"""Blocks of a larger weight file that are hashed."""
 
 TEXT_CONFIGS = ("text_config", "language_config", "llm_config")
 """Where multimodal models keep the configuration of their language model."""
@@ -46,6 +52,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
         max_position_embeddings: longest sequence in tokens; None when not stated.
         dtype: precision that config.json declares ("bfloat16", ...); None when not stated.
         config_hash: xxh3-128 of the bytes of config.json, 32 hex digits.
+        weights_hash: which weights these are, see `hash_weights`.
         weight_bytes: size of the weight files.
         revision: commit, when the folder is a snapshot of the hub's cache.
         has_tied_embeddings: the output head is the embedding.
@@ -63,6 +70,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     max_position_embeddings: int | None
     dtype: str | None
     config_hash: str
+    weights_hash: str
     weight_bytes: int
     revision: str | None
     has_tied_embeddings: bool
@@ -101,7 +109,7 @@ def resolve(path: str, revision: str | None = None) -> Path:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Reads what a model folder declares; looks at file headers only.
+    """Reads what a model folder declares. Blocking: reads up to 64 MiB of each weight file (`hash_weights`).
 
     Raises:
         PreflightError: config.json is missing, broken or lacks a key; weights are missing or cut off.
@@ -126,6 +134,7 @@ def read(folder: Path) -> Checkpoint:
         max_position_embeddings=_optional_int(text, "max_position_embeddings", "n_positions"),
         dtype=_dtype(config, text),
         config_hash=xxhash.xxh3_128_hexdigest(content),
+        weights_hash=hash_weights(weights),
         weight_bytes=sum(path.stat().st_size for path in weights),
         revision=_commit_of(folder.absolute()),
         has_tied_embeddings=tied,
@@ -133,6 +142,43 @@ def read(folder: Path) -> Checkpoint:
         num_key_value_heads=_optional_int(text, "num_key_value_heads") or heads,
         head_dim=head_dim,
     )
+
+
+def hash_weights(paths: Sequence[Path]) -> str:
+    """What tells the weights of two models apart: xxh3-128, 32 hex digits. Blocking.
+
+    Covers name, size and content of each file, in the order of their names. A file of up to 64 MiB counts as a
+    whole; of a larger one the header, 64 blocks of 64 KiB at even distances, and its last 64 KiB: some 4 MiB a
+    file, so that terabytes take seconds. Training or quantizing changes nearly every block; a change by hand
+    of a few values in a large file can go unseen.
+
+    Raises:
+        PreflightError: a file cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    for path in sorted(paths, key=lambda path: path.name):
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(f"{path.name}\0{size}\0".encode())
+                for begin, length in _hashed_spans(file, size):
+                    file.seek(begin)
+                    digest.update(file.read(length))
+        except OSError as error:
+            raise PreflightError(
+                f"{path}: {error.strerror}", remedy="copy the file again", code="model_weights"
+            ) from error
+    return str(digest.hexdigest())
+
+
+def _hashed_spans(file: BinaryIO, size: int) -> list[tuple[int, int]]:
+    """(first byte, length) of what is hashed of a weight file."""
+    if size <= WHOLE_BYTES:
+        return [(0, size)]
+    header = 8 + min(int.from_bytes(file.read(8), "little"), HEADER_LIMIT)
+    step = (size - header) // NUM_BLOCKS
+    blocks = [(header + number * step, BLOCK_BYTES) for number in range(NUM_BLOCKS)]
+    return [(0, header), *blocks, (size - BLOCK_BYTES, BLOCK_BYTES)]
 
 
 def _cached_snapshot(hub_id: str, revision: str | None) -> Path:

@@ -187,8 +187,11 @@ class StopSignals:
 class _Watcher:
     """Progress, the lease's heartbeat, and dataset.json as soon as the model is proven."""
 
-    def __init__(self, job: Job, held: Lease, progress: RunProgress, stop: threading.Event) -> None:
+    def __init__(
+        self, job: Job, held: Lease, progress: RunProgress, stop: threading.Event, out: Output
+    ) -> None:
         self._job = job
+        self._out = out
         self._held = held
         self._progress = progress
         self._stop = stop
@@ -198,11 +201,16 @@ class _Watcher:
     def on_report(self, report: AnyReport) -> None:
         """See `extractor.supervisor.foreground.Watcher`."""
         if isinstance(report, Ready):
-            manifest.write(
-                self._job.output,
-                msgspec.structs.replace(self._job.manifest, sglang=report.settings, versions=report.versions),
-            )
+            self._write_manifest(report)
         self._progress.on_report(report)
+
+    def _write_manifest(self, ready: Ready) -> None:
+        output = self._job.output
+        now = msgspec.structs.replace(self._job.manifest, sglang=ready.settings, versions=ready.versions)
+        resumed, changes = manifest.with_environment(manifest.read_if_any(output), now)
+        if changes:
+            self._out.note(f"not as when this output was last written: {'; '.join(changes)}")
+        manifest.write(output, resumed)
 
     def on_tick(self) -> None:
         """See `extractor.supervisor.foreground.Watcher`."""
@@ -263,7 +271,7 @@ def _compute(
     ):
         held.add_worker(replica.process.pid)
         out.note(f"worker: pid {replica.process.pid}, log {replica.log}")
-        watcher = _Watcher(job, held, progress, stop)
+        watcher = _Watcher(job, held, progress, stop, out)
         outcome = ForegroundRun(replica, found.to_do, events=events, watcher=watcher, stop=stop).run()
         events.add(Event.STOPPED if outcome.was_stopped else Event.FINISHED, shards=len(outcome.done))
     return outcome

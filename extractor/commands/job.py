@@ -170,6 +170,7 @@ def _manifest(
             path=config.model.path,
             revision=facts.model.revision,
             config_hash=facts.model.config_hash,
+            weights_hash=facts.model.weights_hash,
             architecture=facts.model.architecture,
             num_layers=facts.model.num_layers,
             hidden_size=facts.model.hidden_size,
@@ -183,6 +184,9 @@ def _manifest(
         taps=TapsRecord.of(facts.taps),
         dtype=facts.store_dtype,
         compute_dtype=facts.dtype,
+        device=facts.device,
+        attention_backend=config.model.attention_backend,
+        sglang_args=config.model.sglang,
         totals=Totals(
             samples=len(prepared),
             tokens=int(prepared.lengths.sum()),

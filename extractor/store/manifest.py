@@ -36,6 +36,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         path: folder or hub id, as configured.
         revision: commit of the hub, if it has one.
         config_hash: of its `config.json`.
+        weights_hash: of its weight files (`extractor.checkpoint.hash_weights`).
         architecture: class name in `config.json`.
         num_layers: n.
         hidden_size: H.
@@ -44,6 +45,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     path: str
     revision: str | None
     config_hash: str
+    weights_hash: str
     architecture: str
     num_layers: int
     hidden_size: int
@@ -94,6 +96,20 @@ class EnvVariable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     origin: str
 
 
+class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What computed some of the shards; information only.
+
+    Attributes:
+        versions: package -> version.
+        sglang: settings of SGLang in force.
+        env: NCCL and CUDA variables in force.
+    """
+
+    versions: dict[str, str] = {}
+    sglang: dict[str, Any] = {}
+    env: dict[str, EnvVariable] = {}
+
+
 class Totals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a finished data set must add up to.
 
@@ -137,9 +153,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         last_state: `final` holds B(n), which has not seen the final norm.
         dtype: type of the states on disk.
         compute_dtype: type the model ran in.
-        versions: package -> version; information only.
-        sglang: settings of SGLang in force; information only.
-        env: NCCL and CUDA variables in force; information only.
+        device: where it ran: `cuda` or `cpu`.
+        attention_backend: as configured; None took SGLang's choice.
+        sglang_args: `[model.sglang]` as configured.
+        versions, sglang, env: the environment of the first start that had a model; information only.
+        later: other environments of later starts, in that order; information only.
         totals: what must be there in the end.
         shards: what is there, as ranges.
     """
@@ -157,9 +175,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     last_state: Literal["pre_norm"] = "pre_norm"
     dtype: StatesDtype
     compute_dtype: str
+    device: str
+    attention_backend: str | None
+    sglang_args: dict[str, Any]
     versions: dict[str, str] = {}
     sglang: dict[str, Any] = {}
     env: dict[str, EnvVariable] = {}
+    later: tuple[Environment, ...] = ()
     totals: Totals
     shards: tuple[ShardRange, ...] = ()
 
@@ -167,8 +189,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def identity(manifest: Manifest) -> dict[str, Any]:
     """What makes the shards of two runs interchangeable, as dotted keys.
 
-    The model's path counts: two fine-tuned models may share their `config.json`. Taps do not: a shard says
-    itself which ones it holds.
+    The model's path counts, and so do its weights: they may be replaced in place. Taps do not: a shard says
+    itself which ones it holds. Versions of libraries do not: that they changed is recorded (`with_environment`).
     """
     parts = {
         "model": manifest.model,
@@ -180,6 +202,9 @@ def identity(manifest: Manifest) -> dict[str, Any]:
         "plan": manifest.geometry,
         "dtype": manifest.dtype,
         "compute_dtype": manifest.compute_dtype,
+        "device": manifest.device,
+        "attention_backend": manifest.attention_backend,
+        "model.sglang": manifest.sglang_args,
     }
     return dict(_flatten(msgspec.to_builtins(parts), ""))
 
@@ -191,12 +216,29 @@ def fingerprint(manifest: Manifest) -> str:
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
     """Where two runs differ so that their shards must not be mixed: `key: old -> new`, sorted. Pure."""
-    before, after = identity(old), identity(new)
-    return [
-        f"{key}: {_show(before.get(key))} -> {_show(after.get(key))}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
+    return _changes(identity(old), identity(new))
+
+
+def with_environment(old: Manifest | None, new: Manifest) -> tuple[Manifest, list[str]]:
+    """The manifest of a run that goes on, and where its environment differs from the last one. Pure.
+
+    The first environment stays where it is; one that was never there is appended to `later`. A run that goes
+    on in the same environment therefore has the manifest of one that was never interrupted.
+
+    Args:
+        old: what is there; None at the first start, and without versions when no model was ever loaded.
+        new: of this start, with its environment.
+    """
+    if old is None or not old.versions:
+        return new, []
+    known = [_environment(old), *old.later]
+    now = _environment(new)
+    kept = msgspec.structs.replace(
+        new, versions=old.versions, sglang=old.sglang, env=old.env, later=old.later
+    )
+    if now not in known:
+        kept = msgspec.structs.replace(kept, later=(*old.later, now))
+    return kept, _changes(*(dict(_flatten(msgspec.to_builtins(part), "")) for part in (known[-1], now)))
 
 
 def require_same(old: Manifest, new: Manifest, output: Path) -> None:
@@ -300,6 +342,18 @@ def shard_ranges(stored: Iterable[tuple[int, Sequence[str]]]) -> tuple[ShardRang
         else:
             ranges.append(ShardRange(first=index, last=index, taps=taps))
     return tuple(ranges)
+
+
+def _environment(manifest: Manifest) -> Environment:
+    return Environment(versions=manifest.versions, sglang=manifest.sglang, env=manifest.env)
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [
+        f"{key}: {_show(before.get(key))} -> {_show(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
 
 
 class _Version(msgspec.Struct):

@@ -239,3 +239,34 @@ def test_reading_a_model_folder_loads_no_torch(tmp_path):
     )
 
     assert done.stdout == "[]\n"
+
+
+def test_weights_of_equal_names_and_sizes_are_told_apart_by_their_content(tmp_path):
+    first = checkpoint.read(write_model(tmp_path / "a"))
+    write_weights(write_model(tmp_path / "b") / "model.safetensors", "lm_head.weight", data=b"\0" * 7 + b"\1")
+    other = checkpoint.read(tmp_path / "b")
+
+    assert (first.config_hash, first.weight_bytes) == (other.config_hash, other.weight_bytes)
+    assert first.weights_hash != other.weights_hash
+    assert checkpoint.read(write_model(tmp_path / "copy")).weights_hash == first.weights_hash
+
+
+def test_of_a_large_weight_file_header_even_blocks_and_the_end_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(checkpoint, "NUM_BLOCKS", 4)
+    header, data = 8 + 92, 4000
+    content = bytearray((92).to_bytes(8, "little") + b"h" * 92 + b"\0" * data)
+    path = tmp_path / "model.safetensors"
+
+    def hash_with(place: int | None) -> str:
+        changed = bytearray(content)
+        if place is not None:
+            changed[place] ^= 1
+        path.write_bytes(changed)
+        return checkpoint.hash_weights([path])
+
+    whole = hash_with(None)
+    for seen in (50, header, header + 1000, header + 3009, header + data - 1):
+        assert hash_with(seen) != whole
+    assert hash_with(header + 500) == whole

@@ -103,6 +103,7 @@ def write_output(output: Path, model_folder: Path, holds: dict[str, str] | None 
             path=str(model_folder),
             revision=None,
             config_hash=facts.config_hash,
+            weights_hash=facts.weights_hash,
             architecture=facts.architecture,
             num_layers=facts.num_layers,
             hidden_size=facts.hidden_size,
@@ -116,6 +117,9 @@ def write_output(output: Path, model_folder: Path, holds: dict[str, str] | None 
         taps=TapsRecord.of(TAPS),
         dtype="float32",
         compute_dtype="float32",
+        device="cpu",
+        attention_backend=None,
+        sglang_args={},
         totals=Totals(
             samples=len(SAMPLES),
             tokens=sum(len(sample.input_ids) for sample in SAMPLES),

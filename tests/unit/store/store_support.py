@@ -184,6 +184,7 @@ def make_manifest(dataset: Dataset, **changes) -> manifest.Manifest:
             path="/models/tiny",
             revision=None,
             config_hash="c0",
+            weights_hash="w0",
             architecture="LlamaForCausalLM",
             num_layers=NUM_LAYERS,
             hidden_size=dataset.hidden,
@@ -197,6 +198,9 @@ def make_manifest(dataset: Dataset, **changes) -> manifest.Manifest:
         "taps": manifest.TapsRecord.of(dataset.taps),
         "dtype": dataset.dtype,
         "compute_dtype": dataset.dtype,
+        "device": "cpu",
+        "attention_backend": None,
+        "sglang_args": {},
         "totals": manifest.Totals(
             samples=len(dataset.lengths),
             tokens=sum(dataset.lengths),

@@ -226,6 +226,24 @@ def test_a_damaged_shard_is_refused(tmp_path):
     assert list((tmp_path / "v1").glob("*pt")) == []
 
 
+@pytest.mark.parametrize("name", ["layer_003.safetensors", "final.safetensors", "tokens.safetensors"])
+@pytest.mark.parametrize("offset", [-1, -10])
+def test_a_shard_with_one_wrong_byte_is_refused_by_name_and_nothing_of_it_is_written(tmp_path, name, offset):
+    dataset = Dataset([8, 8, 8], geometry=Geometry(max_tokens=8, shard_tokens=8))
+    dataset.write(tmp_path / "out")
+    path = names.shard_folder(tmp_path / "out", 1) / name
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x01
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match="checksum") as caught:
+        do_export(tmp_path / "out", tmp_path / "v1")
+    assert str(path) in caught.value.message
+    assert caught.value.exit_code == 1
+    assert caught.value.remedy
+    hurt = {index for index in dataset.shards[1].samples}
+    assert not any((tmp_path / "v1" / f"data_{rank}.pt").exists() for rank in hurt)
+
+
 class CountingBlock(FakeBlock):
     """Row i of every tap is filled with the value i."""
 

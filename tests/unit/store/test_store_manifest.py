@@ -48,6 +48,10 @@ def test_the_last_state_is_said_to_be_before_the_norm():
         ),
         ({"model": msgspec.structs.replace(BASE.model, config_hash="c1")}, 'model.config_hash: "c0" -> "c1"'),
         ({"model": msgspec.structs.replace(BASE.model, revision="r")}, 'model.revision: (none) -> "r"'),
+        (
+            {"model": msgspec.structs.replace(BASE.model, weights_hash="w1")},
+            'model.weights_hash: "w0" -> "w1"',
+        ),
         ({"tokenizer_hash": "x"}, 'tokenizer_hash: "t0" -> "x"'),
         ({"template_hash": "x"}, 'template_hash: "p0" -> "x"'),
         ({"data_hash": "x"}, 'data_hash: "d0" -> "x"'),
@@ -57,6 +61,8 @@ def test_the_last_state_is_said_to_be_before_the_norm():
         ({"geometry": Geometry(16, 24, 7)}, "plan.seed: (none) -> 7"),
         ({"dtype": "float32"}, 'dtype: "bfloat16" -> "float32"'),
         ({"compute_dtype": "float32"}, 'compute_dtype: "bfloat16" -> "float32"'),
+        ({"device": "cuda"}, 'device: "cpu" -> "cuda"'),
+        ({"attention_backend": "triton"}, 'attention_backend: (none) -> "triton"'),
     ],
 )
 def test_what_changes_the_shards_changes_the_fingerprint_and_is_named(tmp_path, change, line):
@@ -88,6 +94,50 @@ def test_what_leaves_the_shards_as_they_are_may_change(tmp_path, change):
     assert manifest.differences(BASE, other) == []
     manifest.write(tmp_path, BASE)
     manifest.write(tmp_path, other)
+
+
+def test_other_arguments_of_sglang_are_another_data_set():
+    dummy = make_manifest(DATASET, sglang_args={"load_format": "dummy"})
+    assert manifest.fingerprint(dummy) != manifest.fingerprint(BASE)
+    assert 'model.sglang.load_format: (none) -> "dummy"' in manifest.differences(BASE, dummy)
+
+
+FIRST = {
+    "versions": {"sglang": "0.5.1", "torch": "2"},
+    "sglang": {"device": "cpu"},
+    "env": {"NCCL_PROTO": EnvVariable("LL", "preset")},
+}
+
+
+def test_a_first_start_records_its_environment():
+    first = make_manifest(DATASET, **FIRST)
+    assert manifest.with_environment(None, first) == (first, [])
+    assert manifest.with_environment(BASE, first) == (first, [])
+
+
+def test_the_same_environment_again_leaves_the_same_bytes(tmp_path):
+    first = make_manifest(DATASET, **FIRST)
+    manifest.write(tmp_path, first)
+    again, changes = manifest.with_environment(manifest.read(tmp_path), first)
+    assert changes == []
+    assert manifest.encode(again) == manifest.encode(first)
+
+
+def test_another_environment_is_told_and_kept_beside_the_first(tmp_path):
+    first = make_manifest(DATASET, **FIRST)
+    newer = make_manifest(DATASET, **(FIRST | {"versions": {"sglang": "0.6.0", "torch": "2"}}))
+    manifest.write(tmp_path, first)
+    upgraded, changes = manifest.with_environment(manifest.read(tmp_path), newer)
+    assert changes == ['versions.sglang: "0.5.1" -> "0.6.0"']
+    assert (upgraded.versions, [later.versions for later in upgraded.later]) == (
+        first.versions,
+        [newer.versions],
+    )
+    manifest.write(tmp_path, upgraded)
+    assert manifest.with_environment(manifest.read(tmp_path), newer)[1] == []
+    back, changes = manifest.with_environment(manifest.read(tmp_path), first)
+    assert changes == ['versions.sglang: "0.6.0" -> "0.5.1"']
+    assert back.later == upgraded.later
 
 
 def test_ids_are_recorded_in_both_conventions():

@@ -1,0 +1,40 @@
+"""Finished data sets that are gone on with after something around them changed; the worker is real."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from extractor.errors import LeaseError
+
+
+@pytest.fixture
+def run_tree(small_model, talks, tmp_path):
+    """A run of three shards with a model of its own, which may be changed."""
+    shutil.copytree(small_model("qwen3"), tmp_path / "model")
+    return {
+        "model": {"path": str(tmp_path / "model"), "device": "cpu"},
+        "data": {"files": [str(talks([100] * 24))], "max_len": 256},
+        "taps": {"layers": [1, 3]},
+        "output": {"dir": str(tmp_path / "out"), "shard_bytes": 700_000},
+        "batch": {"max_tokens": 400},
+    }
+
+
+def with_other_weights(model: Path) -> None:
+    """Other weights in place: same configuration, names and sizes."""
+    path = model / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_weights_replaced_in_place_are_another_model(extract, run_tree):
+    result, _ = extract(run_tree)
+    output = Path(result.output)
+    shutil.rmtree(output / "shards" / "000001")
+    with_other_weights(Path(run_tree["model"]["path"]))
+    with pytest.raises(LeaseError, match="model.weights_hash") as refused:
+        extract(run_tree)
+    assert refused.value.code == "output_differs"
+    assert not (output / "shards" / "000001").exists()
