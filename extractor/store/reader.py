@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from extractor.errors import StoreError
 from extractor.store import names
-from extractor.store.damage import read_tokens, shard_damages
+from extractor.store.damage import file_damages, read_tokens, shard_damages
 from extractor.store.record import read_record
 from extractor.store.scan import shard_indices
 from extractor.store.tensors import open_plain, read_header
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from extractor.store.damage import Tokens
+    from extractor.store.damage import Damage, Tokens
     from extractor.store.record import ShardRecord
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -165,9 +165,7 @@ class ShardReader:
             folder, index=self.record.index, fingerprint=None, checksums=False, record=self.record
         )
         if found:
-            raise StoreError(
-                found[0].reason, remedy="run `tapdeck verify`, then start the run again", code=found[0].kind
-            )
+            raise _damaged(found[0])
         stored = [tap.name for tap in self.record.taps]
         absent = [name for name in taps or () if name not in stored]
         if absent:
@@ -176,6 +174,7 @@ class ShardReader:
                 remedy="ask for taps that are stored in all shards",
                 code="tap_missing",
             )
+        self._folder = folder
         self.taps: tuple[str, ...] = tuple(name for name in stored if taps is None or name in taps)
         self._tokens: Tokens = read_tokens(folder)
         self._files: dict[str, StatesFile] = {}
@@ -219,10 +218,29 @@ class ShardReader:
             {name: file.rows(begin, end) for name, file in self._files.items()},
         )
 
+    def check_contents(self) -> None:
+        """Reads every byte of the tokens and of the taps that are read, against their checksums. Blocking.
+
+        Raises:
+            StoreError: a file is damaged; the message names it.
+        """
+        for name in (names.TOKENS, *map(names.tap_file, self.taps)):
+            found = file_damages(self._folder / name, self.record.files[name], checksums=True)
+            if found:
+                raise _damaged(found[0])
+
     def close(self) -> None:
         """Closes the files; may be repeated."""
         while self._files:
             self._files.popitem()[1].close()
+
+
+def _damaged(found: Damage) -> StoreError:
+    return StoreError(
+        f"damaged shard: {found.reason}",
+        remedy="run `tapdeck verify`, which says how to repair it",
+        code=found.kind,
+    )
 
 
 def iter_samples(output: Path, taps: Sequence[str] | None = None) -> Iterator[StoredSample]:

@@ -7,7 +7,8 @@ verifier's last state, so that one must be `final`.
 
 Invariants: `data_config.json` and a complete `sample_lengths.json` are there before the first sample, so
 at every stop; a file has its final name only when it is complete and on the disk; a file that is there is
-kept only after its contents were compared; nothing is shifted; one sample is in memory at a time.
+kept only after its contents were compared; of a shard whose bytes do not have their checksums nothing is
+written, not even its lengths; nothing is shifted; one sample is in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 from extractor.errors import PreflightError, StoreError
 from extractor.store import atomic, manifest, names
-from extractor.store.damage import read_tokens
+from extractor.store.damage import file_damages, read_tokens
 from extractor.store.filesystem import RealFileSystem
 from extractor.store.reader import DTYPES, ShardReader
 from extractor.store.scan import committed
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from extractor.store.damage import Tokens
     from extractor.store.reader import StoredSample
     from extractor.store.record import ShardRecord
 
@@ -107,6 +109,7 @@ def export(
     written = 0
     for folder in plan.folders:
         with ShardReader(folder, plan.taps) as shard:
+            shard.check_contents()
             for sample in shard:
                 written += _write_if_needed(target, plan, sample)
     return ExportResult(
@@ -134,7 +137,7 @@ def _plan(output: Path, taps: Sequence[str] | None, *, force: bool) -> _Plan:
     for folder, record in shards:
         if record.fingerprint != dataset.fingerprint:
             raise StoreError(f"{folder}: belongs to another data set", remedy="run `tapdeck verify`")
-        tokens = read_tokens(folder)
+        tokens = _sound_tokens(folder, record)
         lengths.update(zip(tokens.sample_index.tolist(), tokens.lengths.tolist(), strict=True))
     if len(lengths) != sum(record.num_samples for record in records):
         raise StoreError(f"{output}: a sample is in two shards", remedy="run `tapdeck verify`")
@@ -148,6 +151,21 @@ def _plan(output: Path, taps: Sequence[str] | None, *, force: bool) -> _Plan:
         samples={index: (rank, lengths[index]) for rank, index in enumerate(sorted(lengths))},
         warnings=tuple(warnings),
     )
+
+
+def _sound_tokens(folder: Path, record: ShardRecord) -> Tokens:
+    """The tokens of a shard, once their checksum is right: the lengths are published before the samples."""
+    path = folder / names.TOKENS
+    if names.TOKENS not in record.files:
+        raise StoreError(f"{folder / names.RECORD}: does not list {path.name}", remedy="run `tapdeck verify`")
+    found = file_damages(path, record.files[names.TOKENS], checksums=True)
+    if found:
+        raise StoreError(
+            f"damaged shard: {found[0].reason}",
+            remedy="run `tapdeck verify`, which says how to repair it",
+            code=found[0].kind,
+        )
+    return read_tokens(folder)
 
 
 def _choose(output: Path, records: Sequence[ShardRecord], taps: Sequence[str] | None) -> tuple[str, ...]:

@@ -240,7 +240,7 @@ def test_a_shard_with_one_wrong_byte_is_refused_by_name_and_nothing_of_it_is_wri
     assert str(path) in caught.value.message
     assert caught.value.exit_code == 1
     assert caught.value.remedy
-    hurt = {index for index in dataset.shards[1].samples}
+    hurt = set(dataset.shards[1].samples)
     assert not any((tmp_path / "v1" / f"data_{rank}.pt").exists() for rank in hurt)
 
 
