@@ -112,15 +112,14 @@ def extract(
     """
     job = jobs.make(config, out=out)
     jobs.require_same_data_set(job)
-    fingerprint = manifest.fingerprint(job.manifest)
-    _check_disk(job, scan.scan(job.output, job.shards, fingerprint, taps=job.facts.taps.names))
+    _check_disk(job, _scan(job))
     run_folder = folders.run_folder(job.output)
     is_new = not job.output.exists()
     held = _acquire(job.output, run_folder.name, out)
     try:
         # Again, now that nobody else writes: a worker may have committed a shard since.
         scan.clean_parts(job.output)
-        found = scan.scan(job.output, job.shards, fingerprint, taps=job.facts.taps.names)
+        found = _scan(job)
         for shard, damages in found.bad.items():
             out.note(f"shard {shard} is damaged and will be computed again: {damages[0]}")
         out.note(f"{len(found.to_do)} of {len(job.shards)} shards to do")
@@ -232,6 +231,16 @@ def _acquire(output: Path, run: str, out: Output) -> Lease:
     return lease.acquire(output, run, wait_seconds=WORKER_WAIT_S)
 
 
+def _scan(job: Job) -> ScanResult:
+    return scan.scan(
+        job.output,
+        job.shards,
+        manifest.fingerprint(job.manifest),
+        taps=job.facts.taps.names,
+        sample=job.prepared.sample,
+    )
+
+
 def _check_disk(job: Job, found: ScanResult) -> None:
     left = sum(job.shards[shard].num_tokens for shard in found.to_do)
     preflight.check_disk(job.output, left * job.size.bytes_per_token, job.config.output.reserve_bytes)
@@ -279,8 +288,7 @@ def _compute(
 
 def _conclude(job: Job, outcome: Outcome, run_folder: Path, out: Output) -> ExtractResult:
     """Index files and totals, from what is really on the disk."""
-    fingerprint = manifest.fingerprint(job.manifest)
-    found = scan.scan(job.output, job.shards, fingerprint, taps=job.facts.taps.names)
+    found = _scan(job)
     records = list(found.done.values())
     lost = sorted(set(outcome.done) - set(found.done))
     if lost:

@@ -178,6 +178,7 @@ def _manifest(
         tokenizer_hash=meta.tokenizer_hash,
         template_hash=meta.template_hash,
         data_hash=meta.data_hash,
+        samples_hash=meta.samples_hash,
         prepared_key=meta.key,
         mask=config.data.mask.model_dump(),
         geometry=geometry,

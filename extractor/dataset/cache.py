@@ -48,10 +48,21 @@ _TOKENIZER_FILES = (
 
 
 class KeyParts(msgspec.Struct, frozen=True):
-    """All that a prepared data set depends on."""
+    """All that a prepared data set depends on.
+
+    Attributes:
+        version: of this package's code.
+        libraries: package -> version, of what renders and tokenizes.
+        files: the data.
+        tokenizer_hash: see `hash_tokenizer`.
+        template_hash: of the template's text.
+        template_date: what the template takes for today.
+        template_args, trust_remote_code, mask, max_len, min_supervised, limit, format: the options.
+    """
 
     version: int
     files: tuple[SourceFile, ...]
+    libraries: dict[str, str]
     tokenizer_hash: str
     template_hash: str
     template_args: dict[str, Any]  # Any: TOML values

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from extractor.config import DataSection
 
 _PROGRESS_RECORDS = 64
+_LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 
 class PrepareProgress(msgspec.Struct, frozen=True):
@@ -99,6 +100,7 @@ def prepare(
     before = [_identity(path) for path in paths]
     parts = cache.KeyParts(
         version=cache.PREPARE_VERSION,
+        libraries={name: version(name) for name in _LIBRARIES},
         files=_hash_files(paths, report),
         tokenizer_hash=cache.hash_tokenizer(model_folder),
         template_hash=cache.hash_text(template.text),
@@ -114,13 +116,14 @@ def prepare(
 
     def build(folder: Path) -> None:
         masker = LossMasker(template, TextTokenizer(tokenizer), parts.mask)
-        counts = _write_samples(folder, paths, parts, masker, report)
+        written = _write_samples(folder, paths, parts, masker, report)
         if [_identity(path) for path in paths] != before:
             raise DatasetError(
                 "a data file changed while it was read", remedy="prepare again when it is complete"
             )
         markers = tuple(marker.text for marker in masker.end_markers)
-        write_meta(folder, _meta(folder, parts, template.source, markers, counts))
+        meta = _meta(folder, parts, *written, template_source=template.source, end_markers=markers)
+        write_meta(folder, meta)
 
     prepared = cache.open_or_build(cache_dir, parts.key(), build)
     counts = prepared.meta.counts
@@ -141,8 +144,8 @@ def _write_samples(
     parts: cache.KeyParts,
     masker: LossMasker,
     report: Callable[[PrepareProgress], None],
-) -> Counts:
-    """Reads all records, writes samples and rejects, and counts."""
+) -> tuple[Counts, str]:
+    """Reads all records, writes samples and rejects; returns counts and the hash of the samples."""
     reader = RecordReader(paths)
     ids = SampleIds()
     warnings: dict[str, int] = {}
@@ -177,7 +180,7 @@ def _write_samples(
         sync_file(sink.fileno())
     if records != samples.num_samples + rejects.total:
         raise BugError(f"{records} records, {samples.num_samples} accepted, {rejects.total} rejected")
-    return Counts(
+    counts = Counts(
         records=records,
         accepted=samples.num_samples,
         rejected=dict(sorted(rejects.counts.items())),
@@ -186,6 +189,7 @@ def _write_samples(
         supervised_tokens=samples.num_supervised,
         longest=samples.longest,
     )
+    return counts, samples.hash.hexdigest()
 
 
 def _add_sample(
@@ -218,7 +222,13 @@ def _hash_files(paths: list[Path], report: Callable[[PrepareProgress], None]) ->
 
 
 def _meta(
-    folder: Path, parts: cache.KeyParts, template_source: str, end_markers: tuple[str, ...], counts: Counts
+    folder: Path,
+    parts: cache.KeyParts,
+    counts: Counts,
+    samples_hash: str,
+    *,
+    template_source: str,
+    end_markers: tuple[str, ...],
 ) -> PreparedMeta:
     samples = folder / SAMPLES_NAME
     return PreparedMeta(
@@ -238,10 +248,11 @@ def _meta(
         format=parts.format,
         files=parts.files,
         counts=counts,
+        samples_hash=samples_hash,
         samples_bytes=samples.stat().st_size,
         samples_checksum=file_checksum(samples),
         rejected_checksum=file_checksum(folder / REJECTED_NAME),
-        libraries={name: version(name) for name in ("transformers", "tokenizers", "jinja2")},
+        libraries=parts.libraries,
     )
 
 

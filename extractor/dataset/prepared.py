@@ -73,6 +73,24 @@ class Counts(msgspec.Struct, frozen=True):
     longest: int
 
 
+class SampleHash:
+    """xxh3-128 over ids, tokens and masks of samples in their order, whatever file they are kept in."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def add(self, sample_id: str, input_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> None:
+        """Takes the next sample."""
+        name = sample_id.encode("utf-8", "surrogatepass")
+        self._digest.update(f"{len(name)} {len(input_ids)}\0".encode() + name)
+        self._digest.update(np.ascontiguousarray(input_ids, dtype="<i4").data)
+        self._digest.update(np.ascontiguousarray(loss_mask, dtype=np.uint8).data)
+
+    def hexdigest(self) -> str:
+        """The hash of all samples so far, 32 hex digits."""
+        return str(self._digest.hexdigest())
+
+
 class PreparedMeta(msgspec.Struct, frozen=True):
     """`meta.json`.
 
@@ -93,6 +111,7 @@ class PreparedMeta(msgspec.Struct, frozen=True):
         format: record style asked for.
         files: what was read.
         counts: what became of it.
+        samples_hash: `SampleHash` of all samples.
         samples_bytes: size of the Arrow file.
         samples_checksum: xxh3-128 of the Arrow file.
         rejected_checksum: xxh3-128 of the reject list.
@@ -115,6 +134,7 @@ class PreparedMeta(msgspec.Struct, frozen=True):
     format: str
     files: tuple[SourceFile, ...]
     counts: Counts
+    samples_hash: str
     samples_bytes: int
     samples_checksum: str
     rejected_checksum: str

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from extractor.dataset.prepared import META_NAME, SAMPLES_NAME, SCHEMA
+from extractor.dataset.prepared import META_NAME, SAMPLES_NAME, SCHEMA, SampleHash
 from extractor.errors import BugError
 
 if TYPE_CHECKING:
@@ -31,13 +31,20 @@ BATCH_ROWS = 4096
 
 
 class SampleWriter:
-    """Appends samples to `samples.arrow` of a folder."""
+    """Appends samples to `samples.arrow` of a folder.
+
+    Attributes:
+        hash: of the samples so far.
+        num_samples, num_tokens, num_supervised: so far.
+        longest: tokens of the longest sample so far.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / SAMPLES_NAME).open("wb")
         self._writer = pa.ipc.new_file(self._file, SCHEMA)
         self._rows: list[tuple[Conversation, NDArray[np.int32], NDArray[np.uint8]]] = []
         self._pending_tokens = 0
+        self.hash = SampleHash()
         self.num_samples = 0
         self.num_tokens = 0
         self.num_supervised = 0
@@ -75,6 +82,7 @@ class SampleWriter:
         if len(input_ids) != len(loss_mask) or supervised == 0:
             raise BugError(f"{conversation.sample_id}: a mask that must not be stored reached the writer")
         self._rows.append((conversation, input_ids, loss_mask))
+        self.hash.add(conversation.sample_id, input_ids, loss_mask)
         self._pending_tokens += len(input_ids)
         self.num_samples += 1
         self.num_tokens += len(input_ids)

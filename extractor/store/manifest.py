@@ -146,7 +146,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         tokenizer_hash: of the tokenizer's files.
         template_hash: of the chat template and its arguments.
         data_hash: of the input data.
-        prepared_key: key of the prepared data set: data, code and all options that shape the samples.
+        samples_hash: of ids, tokens and masks of the prepared samples.
+        prepared_key: cache key of the prepared data set at the first start; information only.
         mask: the mask settings.
         geometry: what the plan depends on.
         taps: the stored tensors.
@@ -168,6 +169,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokenizer_hash: str
     template_hash: str
     data_hash: str
+    samples_hash: str
     prepared_key: str
     mask: dict[str, Any]
     geometry: Geometry
@@ -190,14 +192,15 @@ def identity(manifest: Manifest) -> dict[str, Any]:
     """What makes the shards of two runs interchangeable, as dotted keys.
 
     The model's path counts, and so do its weights: they may be replaced in place. Taps do not: a shard says
-    itself which ones it holds. Versions of libraries do not: that they changed is recorded (`with_environment`).
+    itself which ones it holds. Versions of libraries do not: that they changed is recorded (`with_environment`),
+    and what tokenizes differently gives other samples.
     """
     parts = {
         "model": manifest.model,
         "tokenizer_hash": manifest.tokenizer_hash,
         "template_hash": manifest.template_hash,
         "data_hash": manifest.data_hash,
-        "prepared_key": manifest.prepared_key,
+        "samples_hash": manifest.samples_hash,
         "mask": manifest.mask,
         "plan": manifest.geometry,
         "dtype": manifest.dtype,
@@ -234,7 +237,12 @@ def with_environment(old: Manifest | None, new: Manifest) -> tuple[Manifest, lis
     known = [_environment(old), *old.later]
     now = _environment(new)
     kept = msgspec.structs.replace(
-        new, versions=old.versions, sglang=old.sglang, env=old.env, later=old.later
+        new,
+        prepared_key=old.prepared_key,
+        versions=old.versions,
+        sglang=old.sglang,
+        env=old.env,
+        later=old.later,
     )
     if now not in known:
         kept = msgspec.structs.replace(kept, later=(*old.later, now))

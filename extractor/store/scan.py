@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -21,9 +21,24 @@ from extractor.store.damage import Damage, damage_of, read_tokens, shard_damages
 from extractor.store.record import ShardRecord, read_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy.typing as npt
 
     from extractor.plan import Shard
+    from extractor.store.damage import Tokens
+
+
+class PlannedSample(Protocol):
+    """What a stored sample must be."""
+
+    @property
+    def input_ids(self) -> npt.NDArray[np.int32]:
+        """int32 [t]."""
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.uint8]:
+        """uint8 [t]."""
 
 
 class ScanResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,15 +70,17 @@ def scan(
     fingerprint: str,
     *,
     taps: Sequence[str] | None = None,
+    sample: Callable[[int], PlannedSample] | None = None,
     checksums: bool = False,
 ) -> ScanResult:
-    """Compares the plan with the disk. Blocking; reads little unless `checksums` is set.
+    """Compares the plan with the disk. Blocking; reads headers and tokens, and all if `checksums` is set.
 
     Args:
         output: the output folder; it need not exist.
         planned: the plan.
         fingerprint: of the data set that the shards must belong to.
         taps: taps that a shard must hold to count as done; None takes what it holds.
+        sample: sample index -> the prepared sample, whose tokens and mask must be stored; None compares neither.
         checksums: also read every byte of every shard.
 
     Raises:
@@ -87,7 +104,10 @@ def scan(
         found = shard_damages(
             folder, index=shard.index, fingerprint=fingerprint, checksums=checksums, record=record
         )
-        found = found or [*_sample_damages(folder, record, shard), *_tap_damages(folder, record, taps)]
+        found = found or [
+            *_sample_damages(folder, record, shard, sample),
+            *_tap_damages(folder, record, taps),
+        ]
         if found:
             bad[shard.index] = tuple(found)
         else:
@@ -160,7 +180,9 @@ def _folders(output: Path) -> tuple[set[int], list[Path]]:
     return final, sorted(parts)
 
 
-def _sample_damages(folder: Path, record: ShardRecord, shard: Shard) -> list[Damage]:
+def _sample_damages(
+    folder: Path, record: ShardRecord, shard: Shard, sample: Callable[[int], PlannedSample] | None
+) -> list[Damage]:
     """Whether stored and quarantined samples together are the planned ones, in the planned order."""
     path = folder / names.TOKENS
     try:
@@ -170,7 +192,6 @@ def _sample_damages(folder: Path, record: ShardRecord, shard: Shard) -> list[Dam
     left_out = {entry.sample_index for entry in record.quarantined}
     expected = [index for index in shard.samples if index not in left_out]
     if not left_out <= set(shard.samples) or not np.array_equal(tokens.sample_index, expected):
-        path = folder / names.TOKENS
         return [
             Damage(
                 str(path),
@@ -178,7 +199,22 @@ def _sample_damages(folder: Path, record: ShardRecord, shard: Shard) -> list[Dam
                 f"{path}: holds other samples than planned for shard {shard.index}",
             )
         ]
-    return []
+    fault = None if sample is None else _content_fault(tokens, sample)
+    return [Damage(str(path), "wrong_tokens", f"{path}: {fault}")] if fault else []
+
+
+def _content_fault(tokens: Tokens, sample: Callable[[int], PlannedSample]) -> str | None:
+    """The first sample whose tokens or mask are not those of the prepared data set."""
+    for number, index in enumerate(tokens.sample_index):
+        planned = sample(int(index))
+        begin, end = tokens.cu_seqlens[number], tokens.cu_seqlens[number + 1]
+        if end - begin != len(planned.input_ids):
+            return f"sample {index} has {end - begin} tokens; {len(planned.input_ids)} were prepared"
+        if not np.array_equal(tokens.input_ids[begin:end], planned.input_ids):
+            return f"sample {index} has other tokens than were prepared"
+        if not np.array_equal(tokens.loss_mask[begin:end], planned.loss_mask):
+            return f"sample {index} has another loss mask than was prepared"
+    return None
 
 
 def _tap_damages(folder: Path, record: ShardRecord, taps: Sequence[str] | None) -> list[Damage]:

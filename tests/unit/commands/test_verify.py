@@ -111,6 +111,7 @@ def write_output(output: Path, model_folder: Path, holds: dict[str, str] | None 
         tokenizer_hash="",
         template_hash="",
         data_hash="",
+        samples_hash="",
         prepared_key="",
         mask={},
         geometry=GEOMETRY,

@@ -83,6 +83,28 @@ def test_every_option_that_changes_the_result_gives_another_key(workshop, option
     assert workshop.prepare(**options).meta.key != workshop.prepare().meta.key
 
 
+@pytest.mark.parametrize("library", ["transformers", "tokenizers", "jinja2"])
+def test_another_version_of_a_library_gives_another_key_and_equal_samples_the_same_hash(
+    workshop, monkeypatch, library
+):
+    before = workshop.prepare().meta
+    known = {name: before.libraries[name] for name in before.libraries}
+    monkeypatch.setattr("extractor.dataset.prepare.version", (known | {library: "999"}).__getitem__)
+
+    after = workshop.prepare().meta
+
+    assert after.key != before.key
+    assert after.samples_hash == before.samples_hash
+
+
+def test_other_masks_or_samples_have_another_hash(workshop):
+    before = workshop.prepare().meta.samples_hash
+
+    assert workshop.prepare(mask=MaskSection(end_of_turn=False)).meta.samples_hash != before
+    append(workshop.data, json.dumps(LINE | {"id": "l"}) + "\n")
+    assert workshop.prepare().meta.samples_hash != before
+
+
 def test_modification_time_folder_and_seed_keep_the_key(workshop, tmp_path, model_folder):
     first = workshop.prepare()
     for path in (workshop.data, workshop.template, workshop.model / "tokenizer.json"):
@@ -189,7 +211,7 @@ def build(part):
                 os.kill(os.getpid(), signal.SIGKILL)
     samples = part / "samples.arrow"
     write_meta(part, PreparedMeta(1, "k", "", "", "", "", {}, MaskOptions(), "", (), 1, 1, None, "auto", (),
-        Counts(5000, 5000, {}, {}, 250000, 250000, 50), samples.stat().st_size, file_checksum(samples),
+        Counts(5000, 5000, {}, {}, 250000, 250000, 50), "", samples.stat().st_size, file_checksum(samples),
         file_checksum(part / "rejected.jsonl"), {}))
 
 print(len(cache.open_or_build(folder / "cache", "k", build)))

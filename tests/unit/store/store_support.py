@@ -192,6 +192,7 @@ def make_manifest(dataset: Dataset, **changes) -> manifest.Manifest:
         "tokenizer_hash": "t0",
         "template_hash": "p0",
         "data_hash": "d0",
+        "samples_hash": "s0",
         "prepared_key": "k0",
         "mask": {"turns": "all", "end_of_turn": True},
         "geometry": dataset.geometry,

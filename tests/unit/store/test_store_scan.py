@@ -1,5 +1,7 @@
 import shutil
 
+import msgspec
+import numpy as np
 import pytest
 from store_support import TAPS, Dataset, tree
 
@@ -114,6 +116,37 @@ def test_a_shard_with_other_samples_than_planned_is_bad(tmp_path):
     assert other.shards[0].samples != DATASET.shards[0].samples
     other.write(tmp_path, with_manifest=False)
     assert do_scan(tmp_path).bad[0][0].kind == "wrong_samples"
+
+
+def other_content(index, **changes):
+    """Prepared samples of which one is not what was stored."""
+    return lambda i: msgspec.structs.replace(DATASET.samples[i], **(changes if i == index else {}))
+
+
+def test_samples_as_prepared_are_done(tmp_path):
+    DATASET.write(tmp_path, reasons={1: "non_finite"})
+    assert do_scan(tmp_path, sample=DATASET.samples.__getitem__).to_do == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"input_ids": np.zeros(7, np.int32)}, "sample 2 has 8 tokens; 7 were prepared"),
+        ({"input_ids": np.zeros(8, np.int32)}, "sample 2 has other tokens than were prepared"),
+        ({"loss_mask": np.full(8, 2, np.uint8)}, "sample 2 has another loss mask than was prepared"),
+    ],
+)
+def test_a_shard_with_other_tokens_or_masks_than_prepared_is_bad(tmp_path, changes, reason):
+    DATASET.write(tmp_path)
+    found = do_scan(tmp_path, sample=other_content(2, **changes))
+    ((damage,),) = found.bad.values()
+    assert damage.kind == "wrong_tokens"
+    assert damage.reason.endswith(reason)
+
+
+def test_what_is_quarantined_is_not_compared(tmp_path):
+    DATASET.write(tmp_path, reasons={2: "non_finite"})
+    assert do_scan(tmp_path, sample=other_content(2, input_ids=np.zeros(7, np.int32))).to_do == ()
 
 
 def test_a_record_that_contradicts_its_files_is_bad(tmp_path):
