@@ -28,6 +28,7 @@ def run(
     out: Output,
     taps: Sequence[str] | None = None,
     force: bool = False,
+    allow_incomplete: bool = False,
 ) -> int:
     """Exports a data set. Blocking; what is there of the same export is kept.
 
@@ -38,20 +39,24 @@ def run(
         out: where to print.
         taps: taps to export; None takes what the layout can hold of those stored.
         force: export also what the layout's trainer would misread.
+        allow_incomplete: export also a data set that is not finished.
 
     Returns:
         The exit code: 0.
 
     Raises:
         ConfigError: an unknown layout.
-        PreflightError: the taps or the target do not fit the layout.
+        PreflightError: the taps or the target do not fit the layout, or the data set is not finished.
+        AccessError: the target is no folder, or may not be written.
         StoreError: the data set is damaged, or a file cannot be written.
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout}: unknown", remedy=f"choose one of: {', '.join(LAYOUTS)}")
     from extractor.store.layouts import speculators_v1
 
-    result = speculators_v1.export(output, target, taps=taps, force=force, note=out.note)
+    result = speculators_v1.export(
+        output, target, taps=taps, force=force, allow_incomplete=allow_incomplete, note=out.note
+    )
     kept = result.samples - result.written
     out.line(
         f"{result.samples} samples, {result.tokens} tokens in {target} ({layout}; {', '.join(result.taps)})"

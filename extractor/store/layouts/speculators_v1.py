@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from extractor.errors import PreflightError, StoreError
+from extractor.errors import AccessError, PreflightError, StoreError
 from extractor.store import atomic, manifest, names
 from extractor.store.damage import file_damages, read_tokens
 from extractor.store.filesystem import RealFileSystem
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from extractor.store.reader import StoredSample
     from extractor.store.record import ShardRecord
 
+FORMAT = "speculators-v1"
 LENGTHS = "sample_lengths.json"
 CONFIG = "data_config.json"
 NUM_AUXILIARY = 3
@@ -85,24 +86,28 @@ def export(
     *,
     taps: Sequence[str] | None = None,
     force: bool = False,
+    allow_incomplete: bool = False,
     note: Callable[[str], None],
 ) -> ExportResult:
     """Writes the stored samples in this layout, or what is missing of them. Blocking; may be repeated.
 
     Args:
         output: the data set.
-        target: folder for the export; new, empty, or of the same export before.
+        target: folder for the export, outside the data set; new, empty, or of the same export before.
         taps: taps to export; None takes all boundaries that are stored, but `embed`.
         force: also export a list that does not end in `final`.
+        allow_incomplete: also export a data set that is not finished.
         note: told what the user should know as it happens.
 
     Raises:
-        PreflightError: taps that this layout cannot hold, or a target that is something else.
+        PreflightError: taps that this layout cannot hold, a target that is something else, or a data set
+            that is not finished.
         StoreError: a shard is damaged, shards hold different taps, or a file cannot be written.
-        AccessError: a folder may not be read or written.
+        AccessError: a folder may not be read or written, or the target is no folder.
         DiskSpaceError: the export does not fit.
     """
-    plan = _plan(output, taps, force=force)
+    _check_place(output, target)
+    plan = _plan(output, taps, force=force, allow_incomplete=allow_incomplete)
     for warning in plan.warnings:
         note(warning)
     _claim(target, plan, note)
@@ -121,7 +126,26 @@ def export(
     )
 
 
-def _plan(output: Path, taps: Sequence[str] | None, *, force: bool) -> _Plan:
+def _check_place(output: Path, target: Path) -> None:
+    """Refuses a target that is no folder, or a place in the data set."""
+    try:
+        place = next(path for path in (target, *target.absolute().parents) if os.path.lexists(path))
+        if not place.is_dir():
+            raise AccessError(f"{place} is no folder", remedy="choose a new or empty folder for the export")
+        # By identity, not by name: a folder may be reached through links and mounts.
+        resolved = target.resolve()
+        if output.exists() and any(
+            path.exists() and path.samefile(output) for path in (resolved, *resolved.parents)
+        ):
+            what = "is the data set itself" if resolved == output.resolve() else "is inside the data set"
+            raise PreflightError(
+                f"{target} {what}", remedy="choose a folder outside of it for the export", code="bad_target"
+            )
+    except OSError as error:
+        raise atomic.explain(error, target, "read") from error
+
+
+def _plan(output: Path, taps: Sequence[str] | None, *, force: bool, allow_incomplete: bool) -> _Plan:
     dataset = manifest.read(output)
     shards = list(committed(output))
     records = [record for _, record in shards]
@@ -131,8 +155,15 @@ def _plan(output: Path, taps: Sequence[str] | None, *, force: bool) -> _Plan:
         warnings.append(
             f"{len(chosen) - 1} auxiliary layers: the trainers of 0.3 and 0.4 need {NUM_AUXILIARY}"
         )
-    if len(shards) < dataset.totals.shards:
-        warnings.append(f"{len(shards)} of {dataset.totals.shards} shards are there; only those are exported")
+    missing = _missing(dataset.totals, records)
+    if missing and not allow_incomplete:
+        raise PreflightError(
+            f"{output} is not complete: {missing}",
+            remedy="finish the run first, or export what is there with --allow-incomplete",
+            code="incomplete",
+        )
+    if missing:
+        warnings.append(f"{missing}; only those are exported")
     lengths: dict[int, int] = {}
     for folder, record in shards:
         if record.fingerprint != dataset.fingerprint:
@@ -151,6 +182,16 @@ def _plan(output: Path, taps: Sequence[str] | None, *, force: bool) -> _Plan:
         samples={index: (rank, lengths[index]) for rank, index in enumerate(sorted(lengths))},
         warnings=tuple(warnings),
     )
+
+
+def _missing(totals: manifest.Totals, records: Sequence[ShardRecord]) -> str | None:
+    """What says that a data set is not finished; None if it is."""
+    if len(records) < totals.shards:
+        return f"{len(records)} of {totals.shards} shards are there"
+    dealt_with = sum(record.num_samples + len(record.quarantined) for record in records)
+    if dealt_with < totals.samples:
+        return f"{dealt_with} of {totals.samples} samples are there"
+    return None
 
 
 def _sound_tokens(folder: Path, record: ShardRecord) -> Tokens:
@@ -217,13 +258,10 @@ def _claim(target: Path, plan: _Plan, note: Callable[[str], None]) -> None:
     config = _config(plan)
     lengths = {str(rank): tokens for rank, tokens in plan.samples.values()}
     try:
+        if target.exists():
+            _check_target(target, config, len(plan.samples))
         target.mkdir(parents=True, exist_ok=True)
-        found = _sample_files(target, len(plan.samples))
         there = _read_json(target / CONFIG)
-        if (found and there is None) or (there is not None and _identity(there) != _identity(config)):
-            raise PreflightError(
-                f"{target} holds another export", remedy="choose a new folder, or remove that export first"
-            )
         if there != config:
             atomic.replace_file(target / CONFIG, _json_bytes(config))
         if _read_json(target / LENGTHS) != lengths:
@@ -234,24 +272,45 @@ def _claim(target: Path, plan: _Plan, note: Callable[[str], None]) -> None:
         raise atomic.explain(error, target, "written") from error
 
 
-def _sample_files(target: Path, num_samples: int) -> int:
-    """Number of sample files that are there.
+def _check_target(target: Path, config: dict[str, Any], num_samples: int) -> None:
+    """Refuses a folder that holds anything but this export, begun or finished.
 
     Raises:
-        PreflightError: a file is there that the trainer would take for a sample.
+        PreflightError: what is there is foreign, or of another export.
     """
-    found = 0
+    _check_sample_files(target, num_samples)
+    there = _read_json(target / CONFIG)
+    if isinstance(there, dict) and there.get("format") == FORMAT:
+        if _identity(there) != _identity(config):
+            raise PreflightError(
+                f"{target} holds another export",
+                remedy="choose a new folder, or remove that export first",
+                code="bad_target",
+            )
+        return
+    # `data_config.json` is the first file of an export: of one that was stopped before, only this is left.
+    begun = names.temporary(target / CONFIG).name
+    foreign = sorted(path.name for path in target.iterdir() if path.name != begun)
+    if foreign:
+        raise PreflightError(
+            f"{target} is not empty and holds no export of tapdeck: {', '.join(foreign[:3])}"
+            + (" ..." if len(foreign) > 3 else ""),
+            remedy="choose a new or empty folder for the export",
+            code="bad_target",
+        )
+
+
+def _check_sample_files(target: Path, num_samples: int) -> None:
+    """Refuses a folder with a file that the trainer would take for a sample and that is none of ours."""
     for folder, _, files in os.walk(target):
         for name in files:
             match = _SAMPLE.match(name)
-            if match and folder == str(target) and int(match[1]) < num_samples:
-                found += 1
-            elif name.endswith("pt"):
+            is_ours = match and folder == str(target) and int(match[1]) < num_samples
+            if name.endswith("pt") and not is_ours:
                 raise PreflightError(
                     f"{folder}/{name}: the trainer takes every file that ends in pt for a sample",
                     remedy="choose an empty folder for the export, or remove that file",
                 )
-    return found
 
 
 def _write_if_needed(target: Path, plan: _Plan, sample: StoredSample) -> bool:
@@ -308,7 +367,7 @@ def _config(plan: _Plan) -> dict[str, Any]:
     """What is known about the data; no times, so that an export can be compared with another."""
     dataset = plan.dataset
     return {
-        "format": "speculators-v1",
+        "format": FORMAT,
         "fingerprint": dataset.fingerprint,
         "model": {
             "target_model_path": dataset.model.path,

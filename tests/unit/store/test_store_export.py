@@ -2,6 +2,7 @@ import io
 import json
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -9,9 +10,9 @@ from store_support import CASES, HIDDEN, NUM_LAYERS, Dataset, FakeBlock, Outcome
 
 from extractor.commands import export as command
 from extractor.commands.output import Output
-from extractor.errors import ConfigError, PreflightError, StoreError
+from extractor.errors import AccessError, ConfigError, PreflightError, StoreError
 from extractor.plan import Geometry
-from extractor.store import names
+from extractor.store import manifest, names
 from extractor.store.layouts import speculators_v1
 from extractor.store.reader import iter_samples
 from extractor.taps import select
@@ -145,7 +146,12 @@ def test_a_file_that_holds_something_else_is_written_again(tmp_path, harm):
 def test_an_export_of_an_unfinished_run_says_so_and_grows(tmp_path):
     dataset = Dataset([8, 8, 8, 8], geometry=Geometry(max_tokens=8, shard_tokens=8, seed=1))
     dataset.write(tmp_path / "out", only={0, 2})
-    result, notes = do_export(tmp_path / "out", tmp_path / "v1")
+    with pytest.raises(PreflightError, match="2 of 4 shards are there") as caught:
+        do_export(tmp_path / "out", tmp_path / "v1")
+    assert caught.value.exit_code == 2
+    assert "--allow-incomplete" in (caught.value.remedy or "")
+    assert not (tmp_path / "v1").exists()
+    result, notes = do_export(tmp_path / "out", tmp_path / "v1", allow_incomplete=True)
     assert result.samples == 2
     assert any("2 of 4 shards are there" in note for note in notes)
     dataset.write(tmp_path / "out", only={1, 3})
@@ -173,6 +179,71 @@ def test_a_foreign_file_that_the_trainer_would_read_is_refused(tmp_path, name):
     with pytest.raises(PreflightError, match="takes every file that ends in pt"):
         do_export(tmp_path / "out", tmp_path / "v1")
     assert [p for p in (tmp_path / "v1").rglob("*") if p.is_file()] == [path]
+
+
+@pytest.mark.parametrize("place", [".", "v1", "shards", "shards/v1", "shards/000000"])
+def test_the_data_set_is_no_target_and_neither_is_a_place_in_it(tmp_path, place):
+    Dataset([4]).write(tmp_path / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    before = tree(tmp_path / "out")
+    for target in (tmp_path / "out" / place, tmp_path / "link" / place):
+        with pytest.raises(PreflightError, match="the data set") as caught:
+            do_export(tmp_path / "out", target)
+        assert caught.value.exit_code == 2
+        assert caught.value.remedy
+    assert tree(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"notes.txt": "mine"},
+        {"sub/notes.txt": "mine"},
+        {"data_config.json": '{"format": "something"}'},
+        {"data_config.json": "no JSON"},
+        {"data_0.pt": "mine"},
+    ],
+)
+def test_a_folder_with_something_else_in_it_is_refused(tmp_path, content):
+    Dataset([4]).write(tmp_path / "out")
+    for name, text in content.items():
+        path = tmp_path / "v1" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    before = tree(tmp_path / "v1")
+    with pytest.raises(PreflightError, match="is not empty and holds no export of tapdeck") as caught:
+        do_export(tmp_path / "out", tmp_path / "v1")
+    assert caught.value.exit_code == 2
+    assert caught.value.remedy
+    assert tree(tmp_path / "v1") == before
+
+
+def test_an_export_that_was_stopped_at_its_first_file_is_completed(tmp_path):
+    Dataset([4]).write(tmp_path / "out")
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "data_config.json.part").write_text("{")
+    assert do_export(tmp_path / "out", tmp_path / "v1")[0].written == 1
+    assert "data_config.json.part" not in tree(tmp_path / "v1")
+
+
+@pytest.mark.parametrize("place", ["file", "file/v1", "dangling"])
+def test_a_target_that_is_no_folder_is_refused(tmp_path, place):
+    Dataset([4]).write(tmp_path / "out")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(AccessError, match="is no folder") as caught:
+        do_export(tmp_path / "out", tmp_path / place)
+    assert caught.value.remedy
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_data_set_that_lacks_a_planned_sample_is_not_complete(tmp_path):
+    dataset = Dataset([4, 5], geometry=Geometry(max_tokens=8, shard_tokens=16))
+    dataset.write(tmp_path / "out", with_manifest=False)
+    totals = msgspec.structs.replace(dataset.manifest.totals, samples=3)
+    manifest.write(tmp_path / "out", msgspec.structs.replace(dataset.manifest, totals=totals))
+    with pytest.raises(PreflightError, match="2 of 3 samples are there"):
+        do_export(tmp_path / "out", tmp_path / "v1")
 
 
 def test_a_list_that_does_not_end_in_final_is_refused_unless_forced(tmp_path):
