@@ -120,11 +120,17 @@ def compare_with_transformers(
         trust_remote_code: may code from the model folder be run.
 
     Raises:
-        DatasetError: there is no sample.
+        DatasetError: there is no sample, or one lacks a tap.
         PreflightError: transformers cannot load the model or does not give its boundaries.
     """
     if not samples:
         raise DatasetError("there is no stored sample to compare", remedy="verify an output that has samples")
+    absent = [name for name in taps.names if any(name not in sample.states for sample in samples)]
+    if absent:
+        raise DatasetError(
+            f"not stored in all samples that are to be compared: {', '.join(absent)}",
+            remedy="run `tapdeck verify` without --against: it names the shards that lack them",
+        )
     reference = Reference(model_folder, "float32", device, trust_remote_code)
     peer = (
         None

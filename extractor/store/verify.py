@@ -2,7 +2,8 @@
 
 Reads plainly and in chunks: bounded memory, one open file at a time, no mapping, so that a file that is
 cut while it is read is a finding. Invariant: a sample that was planned is stored once or quarantined
-once; anything else is a finding or makes the data set incomplete, and both are said.
+once; anything else is a finding or makes the data set incomplete, and both are said. What `dataset.json`
+states about the shards is compared with what they say themselves; a difference is its damage, not theirs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from extractor.store.damage import Damage, chunks, damage_of, read_tokens, shard
 from extractor.store.record import read_record
 from extractor.store.scan import shard_indices
 from extractor.store.tensors import read_header
+from extractor.taps import Tap, TapSelection, make_tap
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from extractor.store.record import ShardRecord
@@ -84,6 +87,8 @@ def check(output: Path, *, quick: bool = False) -> VerifyReport:
     if dataset is not None and dataset.fingerprint != manifest.fingerprint(dataset):
         path = output / names.DATASET
         damages.append(Damage(str(path), "edited", f"{path}: was edited: its fingerprint is not its own"))
+    if dataset is not None:
+        damages.extend(_selection_damages(output, dataset))
     present = shard_indices(output)
     sound: list[ShardRecord] = []
     owner: dict[int, int] = {}
@@ -92,6 +97,8 @@ def check(output: Path, *, quick: bool = False) -> VerifyReport:
         damages.extend(found)
         if record is not None and not found:
             sound.append(record)
+    if dataset is not None:
+        damages.extend(_stated_damages(output, dataset, sound))
     totals = None if dataset is None else dataset.totals
     planned_shards = set() if totals is None else set(range(totals.shards))
     damages.extend(
@@ -157,6 +164,76 @@ def _check_shard(
         path = folder / names.RECORD
         found.append(Damage(str(path), "wrong_samples", f"{path}: a sample is both stored and quarantined"))
     return found, record
+
+
+def _selection_damages(output: Path, dataset: manifest.Manifest) -> list[Damage]:
+    """Whether the taps that `dataset.json` states can be, and its ids are those of its taps."""
+    stated, n = dataset.taps, dataset.model.num_layers
+    possible = {make_tap(k, n) for k in range(n + 1)} | {Tap(n, True, "normed")}
+    reasons = [
+        f"states a tap that a model of {n} layers does not have: {tap.name}, boundary {tap.boundary}"
+        + (", normed" if tap.is_normed else "")
+        for tap in stated.taps
+        if tap not in possible
+    ]
+    if not stated.taps:
+        reasons.append("states no tap")
+    order = [(tap.is_normed, tap.boundary) for tap in stated.taps]
+    if order != sorted(set(order)):
+        reasons.append(f"states taps out of order or twice: {_listed(stated.taps)}")
+    own = manifest.TapsRecord.of(TapSelection(stated.taps, n, stated.is_default))
+    reasons.extend(
+        f"{name} is {said}, but its taps ({_listed(stated.taps)}) give {derived}"
+        for name, said, derived in (
+            ("ids_after", list(stated.ids_after), list(own.ids_after)),
+            ("ids_before", list(stated.ids_before), list(own.ids_before)),
+            ("draft_config", _lists(stated.draft_config), _lists(own.draft_config)),
+        )
+        if said != derived
+    )
+    return _dataset_damages(output, "wrong_taps", reasons)
+
+
+def _stated_damages(output: Path, dataset: manifest.Manifest, sound: list[ShardRecord]) -> list[Damage]:
+    """Whether `dataset.json` states what its shards say about themselves; one finding per difference."""
+    stated = {
+        "taps": _listed(dataset.taps.taps),
+        "dtype": dataset.dtype,
+        "hidden_size": str(dataset.model.hidden_size),
+    }
+    shards: dict[tuple[str, str], list[int]] = {}
+    for record in sound:
+        # Taps count as a whole: their names, and the boundaries that the names stand for.
+        said = {"taps": _listed(record.taps), "dtype": record.dtype, "hidden_size": str(record.hidden_size)}
+        for key, value in said.items():
+            if value != stated[key]:
+                shards.setdefault((key, value), []).append(record.index)
+    reasons = [
+        f"{key} is {stated[key]}, but {len(indices)} shards (the first is {indices[0]}) say {value}"
+        for (key, value), indices in shards.items()
+    ]
+    held = {record.index: tuple(tap.name for tap in record.taps) for record in sound}
+    for part in dataset.shards:
+        wrong = [i for i in sorted(held) if part.first <= i <= part.last and held[i] != part.taps]
+        if wrong:
+            reasons.append(
+                f"shards {part.first} to {part.last} are stated to hold {', '.join(part.taps)}, but shard "
+                f"{wrong[0]} says {', '.join(held[wrong[0]])}"
+            )
+    return _dataset_damages(output, "differs_from_shards", reasons)
+
+
+def _dataset_damages(output: Path, kind: str, reasons: list[str]) -> list[Damage]:
+    path = output / names.DATASET
+    return [Damage(str(path), kind, f"{path}: {reason}") for reason in reasons]
+
+
+def _listed(taps: Sequence[Tap]) -> str:
+    return ", ".join(f"{tap.name} = {'norm of ' if tap.is_normed else ''}B({tap.boundary})" for tap in taps)
+
+
+def _lists(ids: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    return {server: list(values) for server, values in sorted(ids.items())}
 
 
 def _sum_damages(

@@ -226,6 +226,13 @@ def test_no_sample_is_no_proof(model_folder):
         compare([], model_folder)
 
 
+def test_a_tap_that_a_sample_lacks_is_named(every_state, model_folder):
+    samples = stored(every_state)
+    del samples[1].states["layer_003"]
+    with pytest.raises(DatasetError, match="not stored in all samples.*layer_003"):
+        compare(samples, model_folder)
+
+
 def test_token_that_rounding_can_carry_as_far_is_not_called_wrong(every_state, model_folder):
     peer = Reference(model_folder, "bfloat16")
     ids, exact = max(every_state, key=lambda pair: len(pair[0]))

@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -259,3 +260,19 @@ def test_states_that_are_not_finite_are_null_in_json(output, monkeypatch):
 
     assert code == 1
     assert result["max_rel_err"]["final"] is None
+
+
+def test_a_manifest_that_states_a_tap_that_is_not_stored_is_damage_and_nothing_is_recomputed(output):
+    stated = manifests.read(output)
+    more = taps.select(
+        num_layers=5, layers=[0, 1, 2], embed=False, final=True, normed=False, convention="after"
+    )
+    (output / names.DATASET).write_bytes(
+        manifests.encode(msgspec.structs.replace(stated, taps=TapsRecord.of(more)))
+    )
+
+    code, result, text = run(output, against="transformers")
+
+    assert code == 1
+    assert [damage["kind"] for damage in result["damaged"]] == ["differs_from_shards"]
+    assert "not recomputed" in text

@@ -4,7 +4,7 @@ import signal
 import msgspec
 import numpy as np
 import pytest
-from store_support import HIDDEN, Dataset, FakeBlock, make_manifest
+from store_support import HIDDEN, NUM_LAYERS, Dataset, FakeBlock, make_manifest
 
 from extractor.plan import Geometry
 from extractor.store import damage, manifest, names
@@ -12,6 +12,7 @@ from extractor.store.manifest import Totals
 from extractor.store.record import encode_record, read_record
 from extractor.store.tensors import arrays_bytes
 from extractor.store.verify import check
+from extractor.taps import Tap, select
 
 DATASET = Dataset([8, 6, 8, 5, 3], geometry=Geometry(max_tokens=8, shard_tokens=16))
 
@@ -163,6 +164,68 @@ def test_an_edited_manifest_is_found(tmp_path):
     path = tmp_path / names.DATASET
     path.write_bytes(path.read_bytes().replace(b'"t0"', b'"t1"'))
     assert "edited" in kinds(check(tmp_path))
+
+
+def restate(output, **changes) -> None:
+    """Writes a manifest with other stated taps; the fingerprint does not cover them."""
+    old = manifest.read(output)
+    taps = msgspec.structs.replace(old.taps, **changes)
+    (output / names.DATASET).write_bytes(manifest.encode(msgspec.structs.replace(old, taps=taps)))
+
+
+TAPS = DATASET.taps.taps
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ids_after": (1, 3, 6, 7)}, "ids_after is [1, 3, 6, 7]"),
+        ({"ids_before": (1, 3, 5, 7)}, "ids_before is [1, 3, 5, 7]"),
+        ({"draft_config": {"sglang": (1, 3, 5), "vllm": (1, 3, 5)}}, "draft_config is"),
+        ({"draft_config": {"sglang": (1, 3, 5)}}, "draft_config is"),
+        ({"taps": TAPS[1:]}, "ids_after is"),
+        ({"taps": (TAPS[1], TAPS[0], *TAPS[2:])}, "out of order"),
+        ({"taps": (Tap(3, False, "layer_001"), *TAPS[1:])}, "does not have: layer_001, boundary 3"),
+        ({"taps": (*TAPS[:3], Tap(99, False, "layer_098"))}, "does not have: layer_098"),
+        ({"taps": ()}, "states no tap"),
+    ],
+)
+@pytest.mark.parametrize("only", [None, set()])
+def test_taps_and_ids_that_contradict_each_other_are_found(tmp_path, changes, words, only):
+    DATASET.write(tmp_path, only=only)
+    restate(tmp_path, **changes)
+    report = check(tmp_path)
+    assert "wrong_taps" in kinds(report)
+    assert {found.path for found in report.damages} == {str(tmp_path / names.DATASET)}
+    assert any(words in found.reason for found in report.damages)
+
+
+@pytest.mark.parametrize("layers", [(1, 3), (1, 3, 4), (1, 2, 3, 5)])
+def test_taps_that_the_shards_do_not_hold_are_found(tmp_path, layers):
+    DATASET.write(tmp_path)
+    other = select(
+        num_layers=NUM_LAYERS, layers=layers, embed=False, final=True, normed=False, convention="after"
+    )
+    restate(tmp_path, **msgspec.structs.asdict(manifest.TapsRecord.of(other)))
+    for quick in (False, True):
+        report = check(tmp_path, quick=quick)
+        assert [(found.kind, found.path) for found in report.damages] == [
+            ("differs_from_shards", str(tmp_path / names.DATASET))
+        ]
+        assert f"but {len(DATASET.shards)} shards (the first is 0) say layer_001 = B(2)" in (
+            report.damages[0].reason
+        )
+
+
+def test_a_shard_range_that_states_other_taps_is_found(tmp_path):
+    DATASET.write(tmp_path)
+    last = len(DATASET.shards) - 1
+    ranges = (manifest.ShardRange(first=0, last=last, taps=("layer_001", "final")),)
+    changed = msgspec.structs.replace(manifest.read(tmp_path), shards=ranges)
+    (tmp_path / names.DATASET).write_bytes(manifest.encode(changed))
+    report = check(tmp_path)
+    assert kinds(report) == ["differs_from_shards"]
+    assert "stated to hold layer_001, final" in report.damages[0].reason
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_a_finding_and_no_signal(tmp_path, monkeypatch):
