@@ -31,13 +31,14 @@ from extractor.supervisor.launcher import LocalLauncher
 from extractor.supervisor.replica import Replica
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import FrameType
 
     from extractor.commands.job import Job
     from extractor.commands.output import Output
     from extractor.config import RunConfig
     from extractor.protocol import AnyReport
+    from extractor.store.damage import Damage
     from extractor.store.lease import Lease
     from extractor.store.scan import ScanResult
     from extractor.supervisor.launcher import Launcher
@@ -121,7 +122,7 @@ def extract(
         scan.clean_parts(job.output)
         found = _scan(job)
         for shard, damages in found.bad.items():
-            out.note(f"shard {shard} is damaged and will be computed again: {damages[0]}")
+            out.note(f"shard {shard} is damaged and will be computed again: {_explain(damages)}")
         out.note(f"{len(found.to_do)} of {len(job.shards)} shards to do")
         outcome = Outcome()
         with stop.after_the_batch() as event:
@@ -222,6 +223,12 @@ class _Watcher:
             self._held.heartbeat()
 
 
+def _explain(damages: Sequence[Damage]) -> str:
+    """The first damage, whose reason names its file, and how many more there are."""
+    more = f" (and {len(damages) - 1} more)" if len(damages) > 1 else ""
+    return damages[0].reason + more
+
+
 def _acquire(output: Path, run: str, out: Output) -> Lease:
     """The lease; says why it waits when the worker of a killed command still writes."""
     try:
@@ -289,12 +296,12 @@ def _compute(
 def _conclude(job: Job, outcome: Outcome, run_folder: Path, out: Output) -> ExtractResult:
     """Index files and totals, from what is really on the disk."""
     found = _scan(job)
-    records = list(found.done.values())
+    records = [found.done[shard] for shard in sorted(found.done)]
     lost = sorted(set(outcome.done) - set(found.done))
     if lost:
         raise BugError(f"shards {lost} were reported as committed and are not on the disk")
     if records:
-        index.rebuild(job.output, job.prepared.sample, job.prepared.rejected_path)
+        index.rebuild(job.output, records, job.prepared.sample, job.prepared.rejected_path)
         written = manifest.read(job.output)
         ranges = manifest.shard_ranges((r.index, [tap.name for tap in r.taps]) for r in records)
         manifest.write(job.output, msgspec.structs.replace(written, shards=ranges))

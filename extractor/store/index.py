@@ -19,11 +19,10 @@ import pyarrow.parquet as pq
 from extractor.store import atomic, names
 from extractor.store.damage import read_tokens
 from extractor.store.filesystem import RealFileSystem
-from extractor.store.scan import committed
 from extractor.store.tensors import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from extractor.store.record import ShardRecord
@@ -84,11 +83,18 @@ SCHEMA = pa.schema(
 """Columns of `samples.parquet`; lines stand in the order of shard and row."""
 
 
-def rebuild(output: Path, origin: Callable[[int], Origin], rejected: Path | None = None) -> IndexTotals:
-    """Writes all three lists from the committed shards. Blocking.
+def rebuild(
+    output: Path,
+    records: Sequence[ShardRecord],
+    origin: Callable[[int], Origin],
+    rejected: Path | None = None,
+) -> IndexTotals:
+    """Writes all three lists. Blocking.
 
     Args:
         output: the output folder; only its owner may call this.
+        records: of the shards to list, ascending: those that are done. A damaged one that waits to be computed
+            again is not read.
         origin: sample index -> where the sample came from.
         rejected: list of rejects of the prepared data set; None leaves `rejected.jsonl` as it is.
 
@@ -96,8 +102,8 @@ def rebuild(output: Path, origin: Callable[[int], Origin], rejected: Path | None
         StoreError: a shard is damaged, or a list cannot be written.
         AccessError: the folder may not be written.
     """
-    samples = _write_samples(output, origin)
-    quarantined = _write_quarantine(output, origin)
+    samples = _write_samples(output, records, origin)
+    quarantined = _write_quarantine(output, records, origin)
     if rejected is not None:
         with _replacing(output / names.REJECTED) as sink, rejected.open("rb") as source:
             while piece := source.read(CHUNK_BYTES):
@@ -105,14 +111,14 @@ def rebuild(output: Path, origin: Callable[[int], Origin], rejected: Path | None
     return IndexTotals(samples, quarantined)
 
 
-def _write_samples(output: Path, origin: Callable[[int], Origin]) -> int:
+def _write_samples(output: Path, records: Sequence[ShardRecord], origin: Callable[[int], Origin]) -> int:
     count = 0
     with (
         _replacing(output / names.SAMPLES) as sink,
         pq.ParquetWriter(sink, SCHEMA, compression="zstd") as writer,
     ):
-        for folder, record in committed(output):
-            table = _sample_rows(folder, record, origin)
+        for record in records:
+            table = _sample_rows(names.shard_folder(output, record.index), record, origin)
             if table.num_rows:
                 writer.write_table(table)
             count += table.num_rows
@@ -138,11 +144,11 @@ def _sample_rows(folder: Path, record: ShardRecord, origin: Callable[[int], Orig
     )
 
 
-def _write_quarantine(output: Path, origin: Callable[[int], Origin]) -> int:
+def _write_quarantine(output: Path, records: Sequence[ShardRecord], origin: Callable[[int], Origin]) -> int:
     count = 0
     encoder = msgspec.json.Encoder()
     with _replacing(output / names.QUARANTINE) as sink:
-        for _, record in committed(output):
+        for record in records:
             for entry in record.quarantined:
                 source = origin(entry.sample_index)
                 line = QuarantineLine(

@@ -1,10 +1,17 @@
 """Finished data sets that are gone on with after something around them changed; the worker is real."""
 
+import contextlib
+import io
 import shutil
+import threading
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from extractor import config as configs
+from extractor.commands import extract as extraction
+from extractor.commands.output import Output
 from extractor.errors import LeaseError
 
 
@@ -38,3 +45,31 @@ def test_weights_replaced_in_place_are_another_model(extract, run_tree):
         extract(run_tree)
     assert refused.value.code == "output_differs"
     assert not (output / "shards" / "000001").exists()
+
+
+class StoppedAtOnce(extraction.StopSignals):
+    """A stop that was asked for before the model is loaded."""
+
+    def after_the_batch(self):
+        event = threading.Event()
+        event.set()
+        return contextlib.nullcontext(event)
+
+
+def test_a_resume_that_is_stopped_while_a_damaged_shard_waits_ends_with_a_result(extract, run_tree):
+    result, _ = extract(run_tree)
+    output = Path(result.output)
+    (output / "shards" / "000001" / "tokens.safetensors").write_bytes(b"")
+    text = io.StringIO()
+
+    stopped = extraction.extract(
+        configs.build(run_tree, source="test"),
+        out=Output(as_json=False, stdout=text, stderr=text),
+        stop=StoppedAtOnce(),
+    )
+
+    assert not stopped.complete
+    assert stopped.shards == result.shards - 1
+    assert 1 not in pq.read_table(output / "samples.parquet")["shard"].to_pylist()
+    damaged = output / "shards" / "000001" / "tokens.safetensors"
+    assert f"shard 1 is damaged and will be computed again: {damaged}: the file is empty\n" in text.getvalue()

@@ -6,6 +6,7 @@ from store_support import Dataset
 from extractor.errors import StoreError
 from extractor.plan import Geometry
 from extractor.store import index, names
+from extractor.store.scan import committed, scan
 
 DATASET = Dataset([8, 6, 8, 5, 3], geometry=Geometry(max_tokens=8, shard_tokens=16))
 
@@ -15,7 +16,7 @@ def origin(sample_index: int):
 
 
 def rebuild(output, rejected=None):
-    return index.rebuild(output, origin, rejected)
+    return index.rebuild(output, [record for _, record in committed(output)], origin, rejected)
 
 
 def test_every_stored_sample_is_listed_with_its_place(tmp_path):
@@ -81,6 +82,15 @@ def test_a_damaged_shard_leaves_the_old_lists(tmp_path):
         rebuild(tmp_path)
     assert (tmp_path / names.SAMPLES).read_bytes() == before
     assert not (tmp_path / (names.SAMPLES + ".part")).exists()
+
+
+def test_a_damaged_shard_that_is_not_asked_for_is_not_listed(tmp_path):
+    DATASET.write(tmp_path)
+    (names.shard_folder(tmp_path, 1) / names.TOKENS).write_bytes(b"")
+    done = scan(tmp_path, DATASET.shards, DATASET.fingerprint).done
+    index.rebuild(tmp_path, list(done.values()), origin)
+    assert set(done) == {0}
+    assert set(pq.read_table(tmp_path / names.SAMPLES)["shard"].to_pylist()) == {0}
 
 
 def test_no_stored_sample_gives_an_empty_list(tmp_path):
