@@ -156,7 +156,7 @@ def compare_with_transformers(
         reports = _hear_appeals(reports, samples, ours, judged, taps, reference=reference, peer=peer)
     for index, report in enumerate(reports):
         if not report.ok:
-            likeness = _likeness(taps.taps[index], samples[:DIAGNOSED_SAMPLES], reference)
+            likeness = _likeness(taps.taps[index], taps.taps, samples[:DIAGNOSED_SAMPLES], reference)
             reports[index] = msgspec.structs.replace(report, looks_like=likeness)
     return CompareReport(tuple(reports), len(samples), len(judged), int((~judged).sum()))
 
@@ -237,12 +237,14 @@ def _judge(
     return TapReport(name, ours.maximum, bound, ours.p99, p99_bound)
 
 
-def _likeness(tap: Tap, samples: Sequence[StoredSample], reference: Reference) -> str | None:
+def _likeness(
+    tap: Tap, selected: Sequence[Tap], samples: Sequence[StoredSample], reference: Reference
+) -> str | None:
     """What a wrong tap fits clearly better than what it should be, or None."""
     fits: dict[str, list[torch.Tensor]] = {}
     for sample in samples:
         stored = sample.states[tap.name].cpu()
-        for description, expected, late_rows in _suspects(tap, sample, reference):
+        for description, expected, late_rows in _suspects(tap, selected, sample, reference):
             num_rows = len(expected) - abs(late_rows)
             first = max(0, late_rows)
             errors = token_errors(
@@ -257,9 +259,11 @@ def _likeness(tap: Tap, samples: Sequence[StoredSample], reference: Reference) -
 
 
 def _suspects(
-    tap: Tap, sample: StoredSample, reference: Reference
+    tap: Tap, selected: Sequence[Tap], sample: StoredSample, reference: Reference
 ) -> Iterator[tuple[str, torch.Tensor, int]]:
     """What a tap may hold: first itself (described by ""), then what it is mistaken for.
+
+    Layers beside it, which an engine mistakes for it, then the other stored taps: their files may be swapped.
 
     Yields:
         Description, states [T, H], and by how many rows they are late (negative: early).
@@ -267,7 +271,13 @@ def _suspects(
     n = reference.num_layers
     normed = Tap(n, True, "normed")
     neighbours = [make_tap(k, n) for k in (tap.boundary - 1, tap.boundary + 1) if 0 <= k <= n]
-    wanted = {wanted.name: wanted for wanted in (tap, *neighbours, make_tap(n, n), normed)}
+    # Of `final` and `normed` for each other the norm says more; see below.
+    known = {tap.name, *(neighbour.name for neighbour in neighbours)} | (
+        {"final"} if tap.is_normed else set()
+    )
+    known |= {"normed"} if tap.boundary == n else set()
+    others = [other for other in selected if other.name not in known]
+    wanted = {wanted.name: wanted for wanted in (tap, *neighbours, *others, make_tap(n, n), normed)}
     states = reference.states(sample.input_ids.numpy(), list(wanted.values()))
     own = states[tap.name]
     yield "", own, 0
@@ -279,6 +289,8 @@ def _suspects(
         if tap.is_normed:
             found = reference.normalized(found)
         yield f"{tap.name} looks like {neighbour.name}: {side}", found, 0
+    for other in others:
+        yield f"{tap.name} looks like {other.name}", states[other.name], 0
     once = reference.normalized(own)
     if tap.is_normed:
         yield "normed is final: the norm is not applied", states["final"], 0

@@ -131,6 +131,38 @@ def test_a_final_that_is_one_layer_early_is_named(every_state, model_folder):
     assert looks_like(report) == {"final": "final looks like layer_004: one layer early"}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("layer_001", "layer_003"),
+        ("embed", "layer_003"),
+        ("layer_001", "final"),
+        ("layer_001", "normed"),
+        ("embed", "normed"),
+    ],
+)
+def test_swapped_taps_are_both_named(every_state, model_folder, pair, dtype):
+    one, two = pair
+    report = compare(
+        stored(every_state, lambda states: {one: states[two], two: states[one]}),
+        model_folder,
+        "float32",
+        dtype,
+    )
+
+    assert looks_like(report) == {one: f"{one} looks like {two}", two: f"{two} looks like {one}"}
+
+
+def test_swapped_final_and_normed_are_named_by_the_norm(every_state, model_folder):
+    swapped = stored(every_state, lambda s: {"final": s["normed"], "normed": s["final"]})
+
+    assert looks_like(compare(swapped, model_folder)) == {
+        "final": "final has the norm applied",
+        "normed": "normed is final: the norm is not applied",
+    }
+
+
 def test_norm_variants_are_named(every_state, model_folder):
     reference = Reference(model_folder)
     once = compare(stored(every_state, lambda states: {"final": states["normed"]}), model_folder)
