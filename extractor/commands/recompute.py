@@ -271,11 +271,10 @@ def _suspects(
     n = reference.num_layers
     normed = Tap(n, True, "normed")
     neighbours = [make_tap(k, n) for k in (tap.boundary - 1, tap.boundary + 1) if 0 <= k <= n]
-    # Of `final` and `normed` for each other the norm says more; see below.
-    known = {tap.name, *(neighbour.name for neighbour in neighbours)} | (
-        {"final"} if tap.is_normed else set()
-    )
-    known |= {"normed"} if tap.boundary == n else set()
+    # `final` and `normed` for each other are left to the norm below; `normed` has a neighbour only normed.
+    known = {tap.name} | ({"final"} if tap.is_normed else {neighbour.name for neighbour in neighbours})
+    if tap.boundary == n:
+        known.add("normed")
     others = [other for other in selected if other.name not in known]
     wanted = {wanted.name: wanted for wanted in (tap, *neighbours, *others, make_tap(n, n), normed)}
     states = reference.states(sample.input_ids.numpy(), list(wanted.values()))

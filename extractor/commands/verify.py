@@ -270,7 +270,8 @@ def _tap_line(tap: TapReport) -> str:
     )
     if tap.ok:
         return f"{errors}  ok"
-    return f"{errors}  WRONG: {tap.looks_like or 'no neighbouring layer, other stored tap or norm variant fits better'}"
+    cause = tap.looks_like or "no neighbouring layer, other stored tap or norm variant fits better"
+    return f"{errors}  WRONG: {cause}"
 
 
 def _damaged_shards(output: Path, report: VerifyReport) -> list[str]:

@@ -154,6 +154,19 @@ def test_swapped_taps_are_both_named(every_state, model_folder, pair, dtype):
     assert looks_like(report) == {one: f"{one} looks like {two}", two: f"{two} looks like {one}"}
 
 
+def test_normed_swapped_with_the_layer_below_final_is_named(every_state, model_folder):
+    taps = select(num_layers=NUM_LAYERS, layers=[4], embed=False, final=True, normed=True, convention="after")
+    samples = [
+        sample(ids, states | {"layer_004": states["normed"], "normed": states["layer_004"]})
+        for ids, states in every_state
+    ]
+
+    assert looks_like(compare(samples, model_folder, taps=taps)) == {
+        "layer_004": "layer_004 looks like normed",
+        "normed": "normed looks like layer_004",
+    }
+
+
 def test_swapped_final_and_normed_are_named_by_the_norm(every_state, model_folder):
     swapped = stored(every_state, lambda s: {"final": s["normed"], "normed": s["final"]})
 
