@@ -278,7 +278,7 @@ def _compute(
             out, device=job.facts.device, total_tokens=tokens, total_shards=len(found.to_do)
         ) as progress,
         Replica(
-            lambda endpoint: jobs.engine_spec(job, endpoint),
+            lambda endpoint: jobs.engine_spec(job, endpoint, start=held.record.token[:8]),
             launcher=launcher,
             run_folder=run_folder,
             environment=environment,

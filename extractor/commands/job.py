@@ -113,8 +113,15 @@ def describe_taps(facts: Facts) -> Sequence[str]:
     )
 
 
-def engine_spec(job: Job, endpoint: str) -> EngineSpec:
-    """What the worker is started from."""
+def engine_spec(job: Job, endpoint: str, *, start: str = "") -> EngineSpec:
+    """What the worker is started from.
+
+    Args:
+        job: the run.
+        endpoint: ZeroMQ address of the supervisor.
+        start: word that no other start has. It is part of the replica's name, and so of its part folders: a
+            worker that should be gone and still writes never shares one with its successor.
+    """
     config, facts = job.config, job.facts
     return EngineSpec(
         model_folder=str(facts.model.folder),
@@ -134,7 +141,7 @@ def engine_spec(job: Job, endpoint: str) -> EngineSpec:
         num_samples=len(job.prepared),
         output=str(job.output.resolve()),
         fingerprint=manifests.fingerprint(job.manifest),
-        replica="0",
+        replica=f"0-{start}" if start else "0",
         writer_threads=config.writer.threads,
         buffers=config.writer.buffers,
         endpoint=endpoint,

@@ -22,7 +22,6 @@ DATASET = "dataset.json"
 SAMPLES = "samples.parquet"
 REJECTED = "rejected.jsonl"
 QUARANTINE = "quarantine.jsonl"
-FINAL_NORM = "final_norm.safetensors"
 LEASE = "lease.json"
 LEASE_LOCK = "lease.lock"
 STATES_KEY = "states"
@@ -38,12 +37,12 @@ def shard_folder(output: Path, index: int) -> Path:
 
 
 def part_folder(output: Path, index: int, replica: int | str, attempt: int = 0) -> Path:
-    """Folder of a shard in the making: `shards/000012.part-0`.
+    """Folder of a shard in the making: `shards/000012.part-0-1f2e3d4c`.
 
     Args:
         output: the output folder.
         index: number of the shard.
-        replica: who writes it.
+        replica: who writes it; no other start of a worker has that name.
         attempt: counts the tries of one process, so that two of them never share a folder.
     """
     suffix = f".{attempt}" if attempt else ""

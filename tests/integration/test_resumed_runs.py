@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -47,6 +48,10 @@ def test_weights_replaced_in_place_are_another_model(extract, run_tree):
     assert not (output / "shards" / "000001").exists()
 
 
+def replica_names(run: Path) -> set[str]:
+    return {json.loads(path.read_bytes())["replica"] for path in run.glob("replica-*.json")}
+
+
 class StoppedAtOnce(extraction.StopSignals):
     """A stop that was asked for before the model is loaded."""
 
@@ -59,6 +64,7 @@ class StoppedAtOnce(extraction.StopSignals):
 def test_a_resume_that_is_stopped_while_a_damaged_shard_waits_ends_with_a_result(extract, run_tree):
     result, _ = extract(run_tree)
     output = Path(result.output)
+    first = replica_names(Path(result.run))
     (output / "shards" / "000001" / "tokens.safetensors").write_bytes(b"")
     text = io.StringIO()
 
@@ -71,5 +77,7 @@ def test_a_resume_that_is_stopped_while_a_damaged_shard_waits_ends_with_a_result
     assert not stopped.complete
     assert stopped.shards == result.shards - 1
     assert 1 not in pq.read_table(output / "samples.parquet")["shard"].to_pylist()
+    # The name of a part folder ends with the replica's: that of another start is never written into.
+    assert (len(first), len(replica_names(Path(stopped.run)))) == (1, 2)
     damaged = output / "shards" / "000001" / "tokens.safetensors"
     assert f"shard 1 is damaged and will be computed again: {damaged}: the file is empty\n" in text.getvalue()

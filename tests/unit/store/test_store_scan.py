@@ -237,5 +237,7 @@ def test_names_are_as_the_format_says(tmp_path):
     assert names.part_folder(tmp_path, 12, 3).name == "000012.part-3"
     assert names.part_folder(tmp_path, 12, 3, 1).name == "000012.part-3.1"
     assert names.is_part("000012.part-3.1")
+    assert names.part_folder(tmp_path, 12, "0-1f2e3d4c").name == "000012.part-0-1f2e3d4c"
+    assert names.is_part("000012.part-0-1f2e3d4c")
     assert names.tap_file("layer_002") == "layer_002.safetensors"
     assert not names.temporary(tmp_path / "data_5.pt").name.endswith("pt")
