@@ -96,13 +96,20 @@ def hash_data_file(path: Path, on_bytes: Callable[[int], None]) -> SourceFile:
     return SourceFile(path.name, size, digest.hexdigest())
 
 
-def hash_tokenizer(folder: Path) -> str:
-    """xxh3-128 over names and bytes of the files that decide how text becomes tokens."""
+def hash_tokenizer(folder: Path, *, trust_remote_code: bool) -> str:
+    """xxh3-128 over names and bytes of the files that decide how text becomes tokens.
+
+    Args:
+        folder: the model's folder.
+        trust_remote_code: code in the folder may run, and may import any other there: all of it counts.
+    """
     paths = {path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
+    if trust_remote_code:
+        paths |= {path for path in folder.rglob("*.py") if path.is_file()}
     digest = xxhash.xxh3_128()
     for path in sorted(paths):
         content = path.read_bytes()
-        digest.update(f"{path.name}\0{len(content)}\0".encode())
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
     return str(digest.hexdigest())
 

@@ -102,7 +102,7 @@ def prepare(
         version=cache.PREPARE_VERSION,
         libraries={name: version(name) for name in _LIBRARIES},
         files=_hash_files(paths, report),
-        tokenizer_hash=cache.hash_tokenizer(model_folder),
+        tokenizer_hash=cache.hash_tokenizer(model_folder, trust_remote_code=trust_remote_code),
         template_hash=cache.hash_text(template.text),
         template_args=data.template_args,
         template_date=TEMPLATE_DATE.date().isoformat(),

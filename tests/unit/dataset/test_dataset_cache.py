@@ -37,9 +37,9 @@ class Workshop:
         shutil.copytree(tokenizer, self.model)
         self.cache = folder / "cache"
 
-    def prepare(self, **options):
+    def prepare(self, *, trust_remote_code=False, **options):
         section = DataSection(files=(str(self.data),), template=str(self.template), **options)
-        return prepare(section, self.model, trust_remote_code=False, cache_dir=self.cache)
+        return prepare(section, self.model, trust_remote_code=trust_remote_code, cache_dir=self.cache)
 
 
 @pytest.fixture
@@ -81,6 +81,18 @@ def test_changed_contents_give_another_key(workshop, change):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
 def test_every_option_that_changes_the_result_gives_another_key(workshop, options):
     assert workshop.prepare(**options).meta.key != workshop.prepare().meta.key
+
+
+@pytest.mark.parametrize("name", ["helper.py", "parts/rules.py"])
+def test_all_code_in_the_folder_counts_where_it_may_run(workshop, name):
+    (workshop.model / "parts").mkdir()
+    (workshop.model / name).write_text("A = 1\n")
+    keys = {trust: workshop.prepare(trust_remote_code=trust).meta.key for trust in (False, True)}
+
+    (workshop.model / name).write_text("A = 2\n")
+
+    assert workshop.prepare(trust_remote_code=True).meta.key != keys[True]
+    assert workshop.prepare(trust_remote_code=False).meta.key == keys[False]
 
 
 @pytest.mark.parametrize("library", ["transformers", "tokenizers", "jinja2"])
