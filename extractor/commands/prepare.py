@@ -37,7 +37,10 @@ DIVIDER = "|"
 
 
 class ProgressNotes:
-    """Prints a line of progress every few seconds, with rate and remaining time."""
+    """Prints a line of progress every few seconds of a phase, with rate and remaining time.
+
+    A phase that takes less prints nothing, however long what came before it took.
+    """
 
     def __init__(self, out: Output, clock: Callable[[], float] = time.monotonic) -> None:
         self._out = out
@@ -49,18 +52,18 @@ class ProgressNotes:
         """Takes one report; cheap when it is not time for a line."""
         now = self._clock()
         if progress.phase != self._phase:
-            self._phase, self._begun = progress.phase, now
+            self._phase, self._begun, self._last = progress.phase, now, now
         if now - self._last < PROGRESS_SECONDS:
             return
         self._last = now
         seconds = max(now - self._begun, 1e-9)
         rate = progress.bytes_done / seconds
         remaining = (progress.bytes_total - progress.bytes_done) / rate if rate else float("inf")
-        self._out.note(
-            f"{progress.phase}: {progress.bytes_done / 1e6:.1f} of {progress.bytes_total / 1e6:.1f} MB, "
-            f"{progress.records} records, {progress.rejected} rejected, "
-            f"{progress.tokens / seconds:.0f} tokens/s, {remaining:.0f} s left"
-        )
+        parts = [f"{progress.phase}: {progress.bytes_done / 1e6:.1f} of {progress.bytes_total / 1e6:.1f} MB"]
+        if progress.phase == "tokenize":
+            parts.append(f"{progress.records} records, {progress.rejected} rejected")
+            parts.append(f"{progress.tokens / seconds:.0f} tokens/s")
+        self._out.note(", ".join([*parts, f"{remaining:.0f} s left"]))
 
 
 def run(config: RunConfig, *, show: int | None, cache_dir: Path | None = None, out: Output) -> int:

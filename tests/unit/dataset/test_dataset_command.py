@@ -131,5 +131,29 @@ def test_progress_has_rate_and_remaining_time_but_not_too_often():
     assert lines[-1] == "tokenize: 20.0 of 100.0 MB, 200 records, 0 rejected, 500 tokens/s, 80 s left"
 
 
+def test_a_short_phase_after_a_long_start_prints_nothing():
+    now = [0.0]
+    out = Output(as_json=False, stdout=io.StringIO(), stderr=io.StringIO())
+    notes = ProgressNotes(out, clock=lambda: now[0])
+
+    for moment in (60.0, 60.1):
+        now[0] = moment
+        notes(PrepareProgress("hash", 100_000, 100_000))
+
+    assert out.stderr.getvalue() == ""
+
+
+def test_progress_of_hashing_counts_no_records():
+    now = [0.0]
+    out = Output(as_json=False, stdout=io.StringIO(), stderr=io.StringIO())
+    notes = ProgressNotes(out, clock=lambda: now[0])
+
+    for second in (0.0, 5.0):
+        now[0] = second
+        notes(PrepareProgress("hash", int(second) * 1_000_000, 10_000_000))
+
+    assert out.stderr.getvalue() == "hash: 5.0 of 10.0 MB, 5 s left\n"
+
+
 def test_line_breaks_are_shown_and_kept():
     assert printable("a\nb\x07\u200b") == "a\\n\nb\\x07\\u200b"
