@@ -158,12 +158,23 @@ def export(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     *,
     layout: Annotated[str, typer.Option(help="Layout to write: speculators-v1.")],
+    allow_incomplete: Annotated[
+        bool, typer.Option("--allow-incomplete", help="Export what is there, although samples are missing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Convert a data set into the layout a trainer reads."""
     from extractor.commands import export as command
 
-    _end(command.run(folder, layout=layout, target=target, out=_output(as_json=as_json)))
+    _end(
+        command.run(
+            folder,
+            layout=layout,
+            target=target,
+            allow_incomplete=allow_incomplete,
+            out=_output(as_json=as_json),
+        )
+    )
 
 
 def _print_version(value: bool) -> None:

@@ -3,15 +3,17 @@
     python tests/benchmarks/throughput.py                                   SmolLM2 on this CPU, float32
     python tests/benchmarks/throughput.py --device cuda --shape qwen3-8b    dummy weights of that shape
 
-Bare prefill and capture alternate in one process, so that drift of the machine shows as spread and not as a
-ratio. The extraction is the product itself, `tapdeck extract`, in processes of its own, from the first batch
-to the last commit. All see the same samples in the same batches (but transformers, which takes one at a time).
+Bare prefill, capture and extraction alternate, and ratios are taken within a round, so that drift of the
+machine shows as spread and not as a ratio. The extraction is the product itself, `tapdeck extract`, in
+processes of its own, from the first batch to the last commit. All see the same samples in the same batches (but
+transformers, which takes one at a time).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -27,6 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from extractor.engine import sglang_compat
 from tests.support import small_models
 
+BARE = "bare SGLang prefill"
+CAPTURE = "capture (states stay on the device)"
+WHOLE = "whole extraction (tapdeck extract)"
+TRANSFORMERS = "transformers, one sample at a time"
 QWEN3_8B = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -61,15 +67,16 @@ def main() -> None:
         for batch in shard.batches
     ]
     tokens = sum(len(ids) for batch in batches for ids in batch)
-    rows: dict[str, list[float]] = {}
-    if not args.extraction_only:
-        rows = _in_process(jobs.engine_spec(job, "none"), batches, tokens, args.rounds)
-    rows["whole extraction (tapdeck extract)"] = [
-        _extract(tree, work / f"out{number}") for number in range(args.rounds)
-    ]
+    rows: dict[str, list[float]] = {BARE: [], CAPTURE: [], WHOLE: []}
+    with Measurer(jobs.engine_spec(job, "none"), batches, tokens) as measurer:
+        for number in range(args.rounds):
+            # One after the other, so that each ratio compares neighbours in time.
+            rows[BARE].append(measurer.rate(BARE))
+            rows[CAPTURE].append(measurer.rate(CAPTURE))
+            rows[WHOLE].append(_extract(tree, work / f"out{number}"))
     if args.transformers:
         sequences = [ids for batch in batches for ids in batch][: args.transformers]
-        rows["transformers, one sample at a time"] = [_transformers(job, sequences, args)]
+        rows[TRANSFORMERS] = [_transformers(job, sequences, args)]
     _print(rows, tokens, len(batches), args)
 
 
@@ -87,7 +94,6 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=8, help="writer threads")
     parser.add_argument("--buffers", type=int, default=4, help="host buffers")
-    parser.add_argument("--extraction-only", action="store_true", help="no bare prefill, no ratio")
     parser.add_argument("--backend", default=None, help="attention backend")
     parser.add_argument("--dir", default=None, help="where the data is written (the disk that is measured)")
     return parser.parse_args()
@@ -146,49 +152,54 @@ def _make_dummy_model(folder: Path) -> None:
     small_models.add_tokenizer(folder)
 
 
-def _in_process(spec, batches, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Bare prefill and capture, alternating; the states of a batch are dropped with the next one.
+class Measurer:
+    """A model in a process of its own that runs all batches once when asked; idle in between."""
 
-    In a child process, so that the model is gone from the device before the extraction loads its own.
-    """
-    import multiprocessing
+    def __init__(self, spec, batches, tokens: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child, spec, batches, tokens))
 
-    context = multiprocessing.get_context("spawn")
-    parent, child = context.Pipe()
-    process = context.Process(target=_measure, args=(child, spec, batches, tokens, rounds))
-    process.start()
-    rows = parent.recv()
-    process.join()
-    return rows
+    def __enter__(self) -> Measurer:
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+    def rate(self, what: str) -> float:
+        """Tokens per second of one pass over all batches."""
+        self._pipe.send(what)
+        return self._pipe.recv()
 
 
-def _measure(pipe, spec, batches, tokens: int, rounds: int) -> None:
+def _serve(pipe, spec, batches, tokens: int) -> None:
     sglang_compat.prepare_process(spec.device)
     import torch
 
     from extractor.engine.model import Engine
 
     engine = Engine(spec)
-    rows: dict[str, list[float]] = {"bare SGLang prefill": [], "capture (states stay on the device)": []}
-
-    def rate(step) -> float:
+    for batch in batches:
+        engine.forward(batch)
+    while (what := pipe.recv()) is not None:
+        # Bare: SGLang's own prefill, capture switched off; states of a batch are dropped with the next one.
+        if what == BARE:
+            engine.capture._adapter.set(())
+        else:
+            engine.capture.set_taps(spec.taps)
+        step = engine.runner.prefill if what == BARE else engine.forward
+        if what == BARE:
+            engine.capture._boundaries = ()
         _sync(spec.device, torch)
         start = time.monotonic()
         for batch in batches:
             step(batch)
         _sync(spec.device, torch)
-        return tokens / (time.monotonic() - start)
-
-    engine.forward(batches[0])
-    for _ in range(rounds):
-        engine.capture._adapter.set(())
-        engine.capture._boundaries = ()
-        rows["bare SGLang prefill"].append(rate(engine.runner.prefill))
-        engine.capture.set_taps(spec.taps)
-        rows["capture (states stay on the device)"].append(rate(engine.forward))
-    pipe.send(rows)
+        pipe.send(tokens / (time.monotonic() - start))
     sys.stdout.flush()
-    os._exit(0)  # the pipe is flushed; SGLang's own teardown is not measured
+    os._exit(0)  # SGLang's own teardown is not measured
 
 
 def _sync(device: str, torch) -> None:
@@ -262,14 +273,12 @@ def _print(rows: dict[str, list[float]], tokens: int, num_batches: int, args: ar
     table = Table(
         title=f"{args.shape} on {args.device}, {tokens:,} tokens, {num_batches} batches of at most {args.max_tokens}"
     )
-    for heading in ("what", "tokens/s (median)", "min", "max", "of bare prefill"):
+    for heading in ("what", "tokens/s (median)", "min", "max", "of bare prefill (median of rounds)"):
         table.add_column(heading)
-    bare = statistics.median(rows.get("bare SGLang prefill", [float("nan")]))
     for name, rates in rows.items():
         middle = statistics.median(rates)
-        table.add_row(
-            name, f"{middle:,.0f}", f"{min(rates):,.0f}", f"{max(rates):,.0f}", f"{middle / bare:.3f}"
-        )
+        ratio = statistics.median(mine / bare for mine, bare in zip(rates, rows[BARE], strict=False))
+        table.add_row(name, f"{middle:,.0f}", f"{min(rates):,.0f}", f"{max(rates):,.0f}", f"{ratio:.3f}")
     Console(width=110).print(table)
 
 
