@@ -6,6 +6,9 @@ in float32, and at the end a comparison of stored samples with plain transformer
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,11 +86,35 @@ def demo_config(model: Path, conversations: Path, output: Path) -> RunConfig:
 
 
 def _say_what_next(result: extraction.ExtractResult, out: Output) -> None:
-    output = result.output
-    out.line(f"data: {output}")
+    out.line(f"data: {result.output}")
     out.line("next:")
-    out.line(f"  tapdeck export {output} OUT --layout speculators-v1    what a trainer reads")
-    out.line(f"  tapdeck verify {output} --sample 16 --against transformers")
-    out.line(
-        "  tapdeck extract RUN.toml                               your own model and data; see README.md"
-    )
+    for line in next_steps(command_name(sys.argv[0], sys.executable), result.output):
+        out.line(f"  {line}")
+
+
+def next_steps(command: str, output: str) -> list[str]:
+    """Commands for a shell, each with what it is for. Pure."""
+    output = shlex.quote(output)
+    steps = [
+        (f"{command} export {output} OUT --layout speculators-v1", "what a trainer reads"),
+        (f"{command} verify {output} --sample 16 --against transformers", "more samples, recomputed"),
+        (f"{command} extract RUN.toml", "your own model and data; see README.md"),
+    ]
+    width = max(len(step) for step, _ in steps)
+    return [f"{step:<{width}}  {purpose}" for step, purpose in steps]
+
+
+def command_name(program: str, interpreter: str) -> str:
+    """What to type, in the folder where this command was typed, to run `tapdeck`.
+
+    Args:
+        program: how this process was started (`sys.argv[0]`).
+        interpreter: its Python, beside which `tapdeck` is installed.
+    """
+    path = Path(program)
+    if path.name != "tapdeck" or not path.exists():
+        path = Path(interpreter).with_name("tapdeck")
+    found = shutil.which("tapdeck")
+    if not path.exists() or (found is not None and Path(found).samefile(path)):
+        return "tapdeck"
+    return shlex.quote(str(path) if "/" in str(path) else f"./{path}")
