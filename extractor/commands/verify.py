@@ -19,7 +19,7 @@ import humanize
 import msgspec
 
 from extractor import checkpoint
-from extractor.errors import ConfigError, PreflightError
+from extractor.errors import ConfigError, PreflightError, StoreError
 from extractor.store import manifest as manifests
 from extractor.store import names
 from extractor.store.record import read_record
@@ -127,7 +127,7 @@ def verify(
 
     Raises:
         ConfigError: `sample` without `against`, or less than one.
-        StoreError: the folder cannot be read.
+        StoreError: there is no such folder, or it cannot be read.
         DatasetError: there is no sample to recompute.
         PreflightError: the model is not there, is another one, or transformers cannot run it.
     """
@@ -135,6 +135,12 @@ def verify(
         raise ConfigError(
             f"--sample {sample}: a comparison needs --against, and at least one sample",
             remedy="for example --sample 8 --against transformers",
+        )
+    if not output.is_dir():
+        raise StoreError(
+            f"{output}: no such folder",
+            remedy="name the output folder of a run (output.dir in its run.toml)",
+            code="output_missing",
         )
     report = check(output, quick=quick)
     _tell_store(output, report, out)

@@ -14,7 +14,7 @@ import transformers
 from extractor import checkpoint, taps
 from extractor.commands import verify
 from extractor.commands.output import Output
-from extractor.errors import ConfigError, PreflightError
+from extractor.errors import ConfigError, PreflightError, StoreError
 from extractor.plan import Geometry
 from extractor.reference import Reference
 from extractor.store import manifest as manifests
@@ -276,3 +276,8 @@ def test_a_manifest_that_states_a_tap_that_is_not_stored_is_damage_and_nothing_i
     assert code == 1
     assert [damage["kind"] for damage in result["damaged"]] == ["differs_from_shards"]
     assert "not recomputed" in text
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_missing(tmp_path):
+    with pytest.raises(StoreError, match="never-made: no such folder"):
+        run(tmp_path / "never-made")
