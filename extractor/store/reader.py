@@ -21,7 +21,6 @@ from extractor.errors import StoreError
 from extractor.store import names
 from extractor.store.damage import file_damages, read_tokens, shard_damages
 from extractor.store.record import read_record
-from extractor.store.scan import shard_indices
 from extractor.store.tensors import open_plain, read_header
 
 if TYPE_CHECKING:
@@ -241,18 +240,3 @@ def _damaged(found: Damage) -> StoreError:
         remedy="run `tapdeck verify`, which says how to repair it",
         code=found.kind,
     )
-
-
-def iter_samples(output: Path, taps: Sequence[str] | None = None) -> Iterator[StoredSample]:
-    """All stored samples, shard by shard in row order, with one shard open at a time. Blocking.
-
-    Args:
-        output: the output folder.
-        taps: names of the taps to read; None reads all that a shard holds.
-
-    Raises:
-        StoreError: a shard is damaged, or lacks a tap.
-    """
-    for index in sorted(shard_indices(output)):
-        with ShardReader(names.shard_folder(output, index), taps) as shard:
-            yield from shard

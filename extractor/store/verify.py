@@ -14,10 +14,9 @@ import msgspec
 
 from extractor.errors import StoreError
 from extractor.store import manifest, names
-from extractor.store.damage import Damage, chunks, damage_of, read_tokens, shard_damages
+from extractor.store.damage import Damage, damage_of, read_tokens, shard_damages
 from extractor.store.record import read_record
 from extractor.store.scan import shard_indices
-from extractor.store.tensors import read_header
 from extractor.taps import Tap, TapSelection, make_tap
 
 if TYPE_CHECKING:
@@ -117,21 +116,6 @@ def check(output: Path, *, quick: bool = False) -> VerifyReport:
         planned=None if totals is None else totals.samples,
         bytes=sum(record.num_bytes for record in sound),
     )
-
-
-def check_file(path: Path) -> Damage | None:
-    """What is wrong with one safetensors file: its header, its size, an unreadable byte. Blocking."""
-    try:
-        infos = read_header(path)
-        expected = max((info.stop for info in infos.values()), default=0)
-        num_bytes = sum(piece.nbytes for piece in chunks(path))
-    except StoreError as error:
-        return damage_of(path, error)
-    except OSError as error:
-        return Damage(str(path), "file_unreadable", f"{path}: {error.strerror or error}")
-    if num_bytes < expected:
-        return Damage(str(path), "data_truncated", f"{path}: cut off while it was read, at byte {num_bytes}")
-    return None
 
 
 def _check_shard(

@@ -10,13 +10,17 @@ import msgspec
 import numpy as np
 
 from extractor.plan import Geometry, Shard, plan_shards
-from extractor.store import manifest
+from extractor.store import manifest, names
 from extractor.store.pipeline import ShardRecord, ShardSpec, WriterPool
+from extractor.store.scan import shard_indices
 from extractor.store.tensors import ITEM_BYTES
 from extractor.taps import TapSelection, select
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Iterator
+
+    from extractor.store.reader import StoredSample
 
 CASES = Path(__file__).resolve().parents[2] / "data" / "cases"
 NUM_LAYERS = 8
@@ -225,3 +229,13 @@ def tree(folder: Path) -> dict[str, bytes]:
 def kill_dataset() -> Dataset:
     """Some shards with several batches each, for tests that kill a writer."""
     return Dataset([8, 7, 5, 8, 6, 8, 4, 8], geometry=Geometry(max_tokens=8, shard_tokens=24))
+
+
+def iter_samples(output: Path, taps: list[str] | None = None) -> Iterator[StoredSample]:
+    """All stored samples, shard by shard in row order, with one shard open at a time."""
+    # Not at the top: it imports torch, and the tests that kill a writer start many processes with this module.
+    from extractor.store.reader import ShardReader
+
+    for index in sorted(shard_indices(output)):
+        with ShardReader(names.shard_folder(output, index), taps) as shard:
+            yield from shard

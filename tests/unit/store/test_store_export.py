@@ -6,7 +6,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from store_support import CASES, HIDDEN, NUM_LAYERS, Dataset, FakeBlock, Outcome, Sample, make_states, tree
+from store_support import (
+    CASES,
+    HIDDEN,
+    NUM_LAYERS,
+    Dataset,
+    FakeBlock,
+    Outcome,
+    Sample,
+    iter_samples,
+    make_states,
+    tree,
+)
 
 from extractor.commands import export as command
 from extractor.commands.output import Output
@@ -14,7 +25,6 @@ from extractor.errors import AccessError, ConfigError, PreflightError, StoreErro
 from extractor.plan import Geometry
 from extractor.store import manifest, names
 from extractor.store.layouts import speculators_v1
-from extractor.store.reader import iter_samples
 from extractor.taps import select
 
 GEOMETRY = Geometry(max_tokens=16, shard_tokens=24, seed=5)

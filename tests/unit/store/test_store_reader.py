@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from store_support import HIDDEN, TAPS, Dataset, make_states
+from store_support import HIDDEN, TAPS, Dataset, iter_samples, make_states
 
 from extractor.errors import StoreError
 from extractor.plan import Geometry
 from extractor.store import names
-from extractor.store.reader import MappedStates, PlainStates, ShardReader, iter_samples, open_states
+from extractor.store.reader import MappedStates, PlainStates, ShardReader, open_states
 from extractor.store.verify import check
 
 DATASET = Dataset([8, 6, 8, 5, 3], geometry=Geometry(max_tokens=8, shard_tokens=16))

@@ -23,7 +23,6 @@ from extractor.store.tensors import (
     read_array,
     read_header,
 )
-from extractor.store.verify import check_file
 
 TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -174,7 +173,7 @@ def test_a_header_that_does_not_fit_is_a_bug():
 
 
 def test_the_intact_file_of_the_case_is_valid():
-    assert check_file(CASES / "store-truncated-shard" / "good.safetensors") is None
+    assert read_header(CASES / "store-truncated-shard" / "good.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -186,11 +185,10 @@ def test_the_intact_file_of_the_case_is_valid():
     ],
 )
 def test_each_damaged_file_of_the_case_is_named_with_its_reason(name, kind, words):
-    found = check_file(CASES / "store-truncated-shard" / f"{name}.safetensors")
-    assert found is not None
-    assert found.kind == kind
-    assert words in found.reason
-    assert f"{name}.safetensors" in found.reason
+    with pytest.raises(StoreError, match=words) as caught:
+        read_header(CASES / "store-truncated-shard" / f"{name}.safetensors")
+    assert caught.value.code == kind
+    assert f"{name}.safetensors" in caught.value.message
 
 
 @pytest.mark.parametrize("length", range(0, 4096 + 33, 7))
