@@ -7,6 +7,7 @@ import shutil
 import threading
 from pathlib import Path
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 
@@ -14,6 +15,7 @@ from extractor import config as configs
 from extractor.commands import extract as extraction
 from extractor.commands.output import Output
 from extractor.errors import LeaseError
+from extractor.store import manifest
 
 
 @pytest.fixture
@@ -46,6 +48,23 @@ def test_weights_replaced_in_place_are_another_model(extract, run_tree):
         extract(run_tree)
     assert refused.value.code == "output_differs"
     assert not (output / "shards" / "000001").exists()
+
+
+def test_other_versions_on_resume_are_told_and_recorded_beside_the_first(extract, run_tree):
+    result, _ = extract(run_tree)
+    output = Path(result.output)
+    first = manifest.read(output)
+    older = msgspec.structs.replace(first, versions=first.versions | {"sglang": "0.0.1"})
+    manifest.write(output, older)
+    shutil.rmtree(output / "shards" / "000001")
+
+    resumed, text = extract(run_tree)
+
+    assert resumed.complete
+    assert f'versions.sglang: "0.0.1" -> "{first.versions["sglang"]}"' in text
+    now = manifest.read(output)
+    assert now.versions == older.versions
+    assert [later.versions for later in now.later] == [first.versions]
 
 
 def replica_names(run: Path) -> set[str]:
