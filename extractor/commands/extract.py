@@ -302,9 +302,12 @@ def _conclude(job: Job, outcome: Outcome, run_folder: Path, out: Output) -> Extr
         raise BugError(f"shards {lost} were reported as committed and are not on the disk")
     if records:
         index.rebuild(job.output, records, job.prepared.sample, job.prepared.rejected_path)
-        written = manifest.read(job.output)
+        # Lost with all shards complete, it is written anew; what it says of totals is the plan's word.
+        written = manifest.read_if_any(job.output) or job.manifest
         ranges = manifest.shard_ranges((r.index, [tap.name for tap in r.taps]) for r in records)
-        manifest.write(job.output, msgspec.structs.replace(written, shards=ranges))
+        manifest.write(
+            job.output, msgspec.structs.replace(written, shards=ranges, totals=job.manifest.totals)
+        )
     quarantined = sum(len(record.quarantined) for record in records)
     stored = sum(record.num_samples for record in records)
     own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -22,6 +22,7 @@ from extractor.preflight import Facts
 from extractor.protocol import EngineSpec
 from extractor.store import manifest as manifests
 from extractor.store.manifest import Manifest, ModelRecord, TapsRecord, Totals
+from extractor.store.scan import committed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,6 +158,7 @@ def require_same_data_set(job: Job) -> None:
     """
     old = manifests.read_if_any(job.output)
     if old is None:
+        _require_no_foreign_shards(job)
         return
     manifests.require_same(old, job.manifest, job.output)
     before, now = [tap.name for tap in old.taps.taps], list(job.facts.taps.names)
@@ -164,6 +166,24 @@ def require_same_data_set(job: Job) -> None:
         raise LeaseError(
             f"{job.output} holds the taps {', '.join(before)}; this run asks for {', '.join(now)}",
             remedy="choose another output.dir, or the taps that are there",
+            code="output_differs",
+        )
+
+
+def _require_no_foreign_shards(job: Job) -> None:
+    """Without dataset.json only the shards themselves say what they belong to."""
+    fingerprint = manifests.fingerprint(job.manifest)
+    planned = {shard.index for shard in job.shards}
+    foreign = [
+        record.index
+        for _, record in committed(job.output)
+        if record.fingerprint != fingerprint or record.index not in planned
+    ]
+    if foreign:
+        raise LeaseError(
+            f"{job.output} has no dataset.json, and {len(foreign)} of its shards belong to another data set "
+            f"(the first is {min(foreign)})",
+            remedy="restore dataset.json and the settings it names, or choose another output.dir",
             code="output_differs",
         )
 
@@ -187,6 +207,9 @@ def _manifest(
         data_hash=meta.data_hash,
         samples_hash=meta.samples_hash,
         prepared_key=meta.key,
+        data=config.data.model_dump(
+            include={"format", "template_args", "max_len", "min_supervised", "limit"}
+        ),
         mask=config.data.mask.model_dump(),
         geometry=geometry,
         taps=TapsRecord.of(facts.taps),

@@ -148,6 +148,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         data_hash: of the input data.
         samples_hash: of ids, tokens and masks of the prepared samples.
         prepared_key: cache key of the prepared data set at the first start; information only.
+        data: options of `[data]` that shape the samples, so that a refused resume can name them.
         mask: the mask settings.
         geometry: what the plan depends on.
         taps: the stored tensors.
@@ -171,6 +172,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     data_hash: str
     samples_hash: str
     prepared_key: str
+    data: dict[str, Any]
     mask: dict[str, Any]
     geometry: Geometry
     taps: TapsRecord
@@ -201,7 +203,8 @@ def identity(manifest: Manifest) -> dict[str, Any]:
         "template_hash": manifest.template_hash,
         "data_hash": manifest.data_hash,
         "samples_hash": manifest.samples_hash,
-        "mask": manifest.mask,
+        "data": manifest.data,
+        "data.mask": manifest.mask,
         "plan": manifest.geometry,
         "dtype": manifest.dtype,
         "compute_dtype": manifest.compute_dtype,

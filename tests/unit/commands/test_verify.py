@@ -114,6 +114,7 @@ def write_output(output: Path, model_folder: Path, holds: dict[str, str] | None 
         data_hash="",
         samples_hash="",
         prepared_key="",
+        data={},
         mask={},
         geometry=GEOMETRY,
         taps=TapsRecord.of(TAPS),

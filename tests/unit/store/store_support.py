@@ -198,6 +198,7 @@ def make_manifest(dataset: Dataset, **changes) -> manifest.Manifest:
         "data_hash": "d0",
         "samples_hash": "s0",
         "prepared_key": "k0",
+        "data": {"max_len": 2048},
         "mask": {"turns": "all", "end_of_turn": True},
         "geometry": dataset.geometry,
         "taps": manifest.TapsRecord.of(dataset.taps),

@@ -56,7 +56,7 @@ def test_the_last_state_is_said_to_be_before_the_norm():
         ({"template_hash": "x"}, 'template_hash: "p0" -> "x"'),
         ({"data_hash": "x"}, 'data_hash: "d0" -> "x"'),
         ({"samples_hash": "x"}, 'samples_hash: "s0" -> "x"'),
-        ({"mask": {"turns": "last", "end_of_turn": True}}, 'mask.turns: "all" -> "last"'),
+        ({"mask": {"turns": "last", "end_of_turn": True}}, 'data.mask.turns: "all" -> "last"'),
         ({"geometry": Geometry(32, 24)}, "plan.max_tokens: 16 -> 32"),
         ({"geometry": Geometry(16, 24, 7)}, "plan.seed: (none) -> 7"),
         ({"dtype": "float32"}, 'dtype: "bfloat16" -> "float32"'),
