@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint bench
+.PHONY: demo test test-slow lint bench
 
 demo: $(STAMP)  ## the whole job on this machine, no GPU needed
 	$(BIN)/tapdeck demo --headless
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)  ## kills, repairs and parity with transformers, in full
+	$(BIN)/python -m pytest -m slow
 
 lint: $(STAMP)  ## the same checks as CI and pre-commit
 	$(BIN)/ruff format --check .

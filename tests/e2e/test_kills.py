@@ -20,6 +20,8 @@ from tests.support import outputs
 from tests.support.job import Inputs, Reference
 from tests.support.product import Command, Finished, Tapdeck
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ.get("TAPDECK_TEST_SEED", "20"))
 NUM_KILLS = 5
 LOADING = "loading the model"

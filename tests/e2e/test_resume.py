@@ -13,6 +13,8 @@ from tests.support import outputs
 from tests.support.job import MAX_TOKENS, SHARD_BYTES, Inputs, Reference
 from tests.support.product import COMMAND_LINE, START_S, Finished, Tapdeck
 
+pytestmark = pytest.mark.slow
+
 TRUNCATED, MISSING, EDITED, FLIPPED = "000001", "000003", "000004", "000007"
 
 

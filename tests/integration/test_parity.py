@@ -14,6 +14,8 @@ from extractor.commands.demo_data import ensure_model
 from extractor.commands.demo_text import build_conversations
 from extractor.commands.output import Output
 
+pytestmark = pytest.mark.slow
+
 # Read at import, before the tests get folders of their own: the model is fetched once per machine.
 USER_CACHE = folders.cache_folder()
 SAMPLES = 16
