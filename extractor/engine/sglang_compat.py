@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from extractor.protocol import EngineSpec
 
 
-PROOF_SEQUENCES = 3
-"""Sequences in one batch of the start-up proof."""
+PROOF_LENGTHS = (48, 33, 17)
+"""Tokens of the sequences in the one batch of the start-up proof, at most."""
 
 
 def versions() -> dict[str, str]:
@@ -242,7 +242,7 @@ def _server_args(spec: EngineSpec) -> Any:
     sglang_args.check(spec.sglang_args)
     check_known(spec.sglang_args)
     # The start-up proof sends a few sequences also where every batch of the plan holds a single one.
-    max_sequences = max(spec.max_batch_samples, PROOF_SEQUENCES)
+    max_sequences = max(spec.max_batch_samples, len(PROOF_LENGTHS))
     # Room for every sequence's last page where the attention backend uses pages.
     page_room = 64 * max_sequences
     values: dict[str, Any] = {

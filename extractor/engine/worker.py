@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from extractor.engine.model import Engine
     from extractor.store.shard import ShardRecord
 
-PROOF_LENGTHS = (48, 33, 17)
-"""Tokens of the sequences of the start-up proof, at most; `sglang_compat.PROOF_SEQUENCES` of them."""
-
 
 class Worker:
     """Joins channel, data set, engine and writers."""
@@ -114,9 +111,9 @@ class Worker:
 
     def _proof_sequences(self) -> list[np.ndarray]:
         """Real token ids that differ: the ends of the first samples (they often begin alike)."""
-        room = max(1, self._spec.geometry.max_tokens // len(PROOF_LENGTHS))
+        room = max(1, self._spec.geometry.max_tokens // len(sglang_compat.PROOF_LENGTHS))
         sequences: list[np.ndarray] = []
-        for number, length in enumerate(PROOF_LENGTHS):
+        for number, length in enumerate(sglang_compat.PROOF_LENGTHS):
             ids = self._samples.sample(number % len(self._samples)).input_ids[-min(length, room) :]
             # Equal tokens have equal states, and a swap of theirs could not be seen: rotated until they differ.
             for _ in ids:

@@ -179,7 +179,7 @@ def norms_swapped(engine: Any) -> dict[str, str]:
     return _prove(engine)
 
 
-def rows_swapped_in_capture(engine: Any) -> dict[str, str]:
+def _rows_swapped(engine: Any, tap: str) -> dict[str, str]:
     """The rows of the first two samples change places in one tap."""
     capture = engine.capture
     collect = capture.collect
@@ -187,26 +187,19 @@ def rows_swapped_in_capture(engine: Any) -> dict[str, str]:
     def swapped(num_tokens: int) -> Any:
         states = collect(num_tokens)
         if num_tokens > 80:
-            rows = [*range(40, 80), *range(40), *range(80, num_tokens)]
-            states["layer_003"] = states["layer_003"][rows]
+            states[tap] = states[tap][[*range(40, 80), *range(40), *range(80, num_tokens)]]
         return states
 
     capture.collect = swapped
     return _prove(engine)
+
+
+def rows_swapped_in_capture(engine: Any) -> dict[str, str]:
+    return _rows_swapped(engine, "layer_003")
 
 
 def rows_swapped_in_final(engine: Any) -> dict[str, str]:
-    capture = engine.capture
-    collect = capture.collect
-
-    def swapped(num_tokens: int) -> Any:
-        states = collect(num_tokens)
-        if num_tokens > 80:
-            states["final"] = states["final"][[*range(40, 80), *range(40), *range(80, num_tokens)]]
-        return states
-
-    capture.collect = swapped
-    return _prove(engine)
+    return _rows_swapped(engine, "final")
 
 
 def _stored(engine: Any, change: Callable[[dict[str, Any], Any], Any]) -> dict[str, str]:
