@@ -12,6 +12,10 @@ programs; `exit_code` is what the command line ends with (see `docs/architecture
     |-- LeaseError         another run owns the output, or the output is another run's       6
     |   `-- LeaseBusyError     its owner is gone and its worker still finishes a shard      75
     |-- StoreError         a file of a data set is damaged or missing                        1
+    |-- NoRunError         there is no such run, or nothing supervises it                    3
+    |-- UnreachableError   its supervisor is there and does not answer                       4
+    |-- RefusedError       the supervisor refused: read-only                                 5
+    |-- ConflictError      the supervisor refused: the run has changed, or cannot do that    6
     |-- EngineError        the engine ended the run                                          7
     |   |-- CaptureError       what SGLang returned is not what was asked for                7
     |   `-- ProofError         the start-up proof failed                                     7
@@ -96,6 +100,34 @@ class StoreError(TapdeckError):
     """A file of a data set is damaged, missing or not what its manifest says."""
 
     code = "store"
+
+
+class NoRunError(TapdeckError):
+    """No run of that name is known, or no supervisor runs for it."""
+
+    code = "no_run"
+    exit_code = 3
+
+
+class UnreachableError(TapdeckError):
+    """The supervisor's process is there, but it does not answer."""
+
+    code = "unreachable"
+    exit_code = 4
+
+
+class RefusedError(TapdeckError):
+    """The supervisor refused an action of a read-only client."""
+
+    code = "read_only"
+    exit_code = 5
+
+
+class ConflictError(TapdeckError):
+    """The supervisor refused an action: somebody else was faster, or the state does not allow it."""
+
+    code = "conflict"
+    exit_code = 6
 
 
 class EngineError(TapdeckError):

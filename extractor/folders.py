@@ -1,4 +1,4 @@
-"""Where tapdeck keeps things of its own: the user's cache and state folders.
+"""Where tapdeck keeps things of its own: the user's cache and state folders, and the names in a run folder.
 
 Source: the XDG base directory specification, through platformdirs. On local disk, unlike an output folder.
 """
@@ -6,9 +6,12 @@ Source: the XDG base directory specification, through platformdirs. On local dis
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import platformdirs
 import xxhash
+
+from extractor.errors import NoRunError
 
 
 def cache_folder() -> Path:
@@ -16,14 +19,111 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_path("tapdeck"))
 
 
+def runs_folder() -> Path:
+    """Holds the run folders of this user; need not exist."""
+    return Path(platformdirs.user_state_path("tapdeck")) / "runs"
+
+
 def run_folder(output: Path) -> Path:
-    """The run folder that belongs to an output folder, made if need be: events, worker log and spec.
+    """The run folder that belongs to an output folder, made if need be: events, logs, sockets.
 
     Raises:
         OSError: it cannot be made.
     """
-    resolved = output.resolve()
-    digest = xxhash.xxh3_64_hexdigest(str(resolved).encode())[:8]
-    folder = Path(platformdirs.user_state_path("tapdeck")) / "runs" / f"{resolved.name}-{digest}"
+    folder = run_folder_of(output)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
+
+
+class RunFolder(NamedTuple):
+    """The files of one run. Nothing here says that they exist."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """`run.toml` as the run was last started, with all its values."""
+        return self.path / "run.toml"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the supervisor for life."""
+        return self.path / "supervisor.lock"
+
+    @property
+    def supervisor(self) -> Path:
+        """Where the supervisor is: `extractor.protocol.api.SupervisorRecord`."""
+        return self.path / "supervisor.json"
+
+    @property
+    def pauses(self) -> Path:
+        """What must survive a restart: pauses and revision."""
+        return self.path / "pauses.json"
+
+    @property
+    def job(self) -> Path:
+        """The prepared run: plan, spec of the ranks, sizes."""
+        return self.path / "job.json"
+
+    @property
+    def snapshot(self) -> Path:
+        """The last snapshot of the run: `extractor.protocol.api.Snapshot`."""
+        return self.path / "snapshot.json"
+
+    @property
+    def events(self) -> Path:
+        """What happened, one JSON object a line."""
+        return self.path / "events.jsonl"
+
+    def log(self, source: str) -> Path:
+        """A log file: "supervisor", "prepare", "replica-NAME"."""
+        return self.path / f"{source}.log"
+
+    def logs(self) -> list[str]:
+        """The sources that have a log, by name."""
+        return sorted(file.stem for file in self.path.glob("*.log"))
+
+
+def all_runs() -> list[RunFolder]:
+    """The run folders of this user, by name."""
+    try:
+        return sorted(RunFolder(entry) for entry in runs_folder().iterdir() if entry.is_dir())
+    except FileNotFoundError:
+        return []
+
+
+def find_run(name: str) -> RunFolder:
+    """A run by its name, a unique beginning of it, its run folder or its output folder.
+
+    Raises:
+        NoRunError: none, or several; says which there are.
+    """
+    known = all_runs()
+    exact = [run for run in known if run.name == name]
+    path = Path(name).expanduser()
+    if not exact and path.is_dir():
+        resolved = path.resolve()
+        by_output = run_folder_of(resolved)
+        exact = [run for run in known if run.path.resolve() == resolved] or [
+            run for run in known if run.path == by_output
+        ]
+    found = exact or [run for run in known if run.name.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(run.name for run in (found or known)[:8]) or "none; tapdeck start RUN.toml begins one"
+    raise NoRunError(
+        f"{name}: {'several runs begin so' if found else 'no such run'}",
+        remedy=f"name one of: {names}",
+    )
+
+
+def run_folder_of(output: Path) -> Path:
+    """Where the run folder of an output folder is, whether it exists or not."""
+    resolved = output.resolve()
+    digest = xxhash.xxh3_64_hexdigest(str(resolved).encode())[:8]
+    return runs_folder() / f"{resolved.name}-{digest}"

@@ -21,7 +21,7 @@ import msgspec
 
 from extractor.errors import LeaseBusyError, LeaseError
 from extractor.store import atomic, names
-from extractor.store.holder import Machine, ProcessIdentity, RealMachine, is_alive, own_identity
+from extractor.processes import Machine, ProcessIdentity, RealMachine, is_alive, own_identity
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ import msgspec
 from extractor.plan import Geometry
 from extractor.taps import TapSelection
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -45,6 +45,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         writer_threads: threads that write to disk.
         buffers: host buffers, each as large as one batch of states.
         endpoint: ZeroMQ address of the supervisor.
+        grace_s: how long a rank whose supervisor is gone may take to finish the shard in hand.
     """
 
     model_folder: str
@@ -68,6 +69,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     writer_threads: int
     buffers: int
     endpoint: str
+    grace_s: float = 60.0
 
 
 class Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -86,6 +88,18 @@ class Finish(Request, frozen=True):
 
 class Stop(Request, frozen=True):
     """Stop after the batch in flight: commit shards that are complete, drop the one that is not, exit."""
+
+
+class Drain(Request, frozen=True):
+    """Finish the shard in hand and begin no other, then exit. A rank that is held drops it instead."""
+
+
+class Hold(Request, frozen=True):
+    """Compute nothing more after the batch in flight, until `Resume`; everything stays loaded."""
+
+
+class Resume(Request, frozen=True):
+    """Go on after `Hold`, with the very next batch."""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -135,6 +149,22 @@ class Ready(Report, frozen=True):
     settings: dict[str, Any]
     versions: dict[str, str]
     buffer_bytes: int
+
+
+class ShardStarted(Report, frozen=True):
+    """The rank begins to compute a shard: what it dies of from here on is this shard's doing."""
+
+    shard: int
+
+
+class Held(Report, frozen=True):
+    """No batch is in flight and none will be until `Resume`.
+
+    Attributes:
+        shard: the shard in hand, of which some batches are computed; None between two shards.
+    """
+
+    shard: int | None
 
 
 class BatchDone(Report, frozen=True):
@@ -196,8 +226,8 @@ class Bye(Report, frozen=True):
     peak_rss_bytes: int
 
 
-AnyRequest = WorkShard | Finish | Stop
-AnyReport = Hello | Stage | Ready | BatchDone | ShardDone | ShardFailed | Failed | Bye
+AnyRequest = WorkShard | Finish | Stop | Drain | Hold | Resume
+AnyReport = Hello | Stage | Ready | ShardStarted | Held | BatchDone | ShardDone | ShardFailed | Failed | Bye
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(AnyRequest).decode

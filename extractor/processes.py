@@ -1,4 +1,4 @@
-"""Who holds an output folder: processes known by pid, start time and boot, never by pid alone.
+"""Processes known by pid, start time and boot, never by pid alone: who holds an output folder, who supervises.
 
 Owns no file. `Machine` is the seam for tests: what the operating system says about this host, its
 processes and the time. Invariant: a pid that was given to another process is not taken for the old one.
