@@ -71,7 +71,7 @@ def check(config: RunConfig) -> Facts:
     return Facts(
         model=model,
         taps=selection,
-        device=_device(config),
+        device=device_of(config),
         dtype=dtype,
         store_dtype=dtype if config.output.dtype == "auto" else config.output.dtype,
     )
@@ -166,7 +166,8 @@ def _dtype(wanted: str, model: Checkpoint) -> Dtype:
     return cast("Dtype", dtype)  # narrowed by the line above, which mypy cannot see
 
 
-def _device(config: RunConfig) -> Device:
+def device_of(config: RunConfig) -> Device:
+    """Where the model of a run will run on this machine."""
     if config.model.device != "auto":
         return config.model.device
     return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"

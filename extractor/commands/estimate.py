@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import humanize
 import msgspec
 
-from extractor import preflight
+from extractor import folders, preflight
 from extractor.commands import job as jobs
 from extractor.errors import DiskSpaceError
 from extractor.store import manifest, scan
+from extractor.supervisor.environment import worker_environment
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from extractor.commands.output import Output
     from extractor.config import RunConfig
+    from extractor.protocol.api import Variable
 
 
 def run(config: RunConfig, *, out: Output) -> int:
@@ -45,8 +50,16 @@ def run(config: RunConfig, *, out: Output) -> int:
         f"{humanize.naturalsize(disk.reserve_bytes)} reserved: "
         + ("enough" if not disk.missing_bytes else f"{humanize.naturalsize(disk.missing_bytes)} too little")
     )
+    environment = environment_of(config, job.facts.device)
+    for line in describe_environment(config, environment):
+        out.line(line)
     out.result(
         {
+            "run": folders.run_folder_of(job.output).name,
+            "model": config.model.path,
+            "output": str(job.output),
+            "device": job.facts.device,
+            "dtype": job.facts.store_dtype,
             "samples": totals.samples,
             "tokens": totals.tokens,
             "supervised_tokens": totals.supervised_tokens,
@@ -60,6 +73,21 @@ def run(config: RunConfig, *, out: Output) -> int:
             **msgspec.to_builtins(job.size),
             **msgspec.to_builtins(disk),
             "fits": not disk.missing_bytes,
+            "nccl_preset": config.nccl.preset,
+            "environment": [msgspec.to_builtins(variable) for variable in environment],
         }
     )
     return DiskSpaceError.exit_code if disk.missing_bytes else 0
+
+
+def environment_of(config: RunConfig, device: str) -> list[Variable]:
+    """The variables that would be in force and can change the run, each with its origin."""
+    return worker_environment(os.environ, config.nccl, device=device, package_root="")[1]
+
+
+def describe_environment(config: RunConfig, variables: Sequence[Variable]) -> list[str]:
+    """The preset and one line for each variable."""
+    lines = [
+        f"NCCL preset: {config.nccl.preset}" + ("" if variables else "; no NCCL or CUDA variable is set")
+    ]
+    return lines + [f"  {v.name}={v.value} (from {v.origin})" for v in variables]

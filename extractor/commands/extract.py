@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Self
 import humanize
 import msgspec
 
-from extractor import folders, preflight
+from extractor import folders
 from extractor.commands import job as jobs
+from extractor.commands.conclude import conclude
 from extractor.commands.progress import RunProgress
 from extractor.errors import BugError, EngineError, LeaseBusyError
 from extractor.protocol import Ready
-from extractor.store import index, lease, manifest, scan
+from extractor.store import lease, manifest, scan
 from extractor.supervisor.environment import worker_environment
 from extractor.supervisor.events import Event, EventLog
 from extractor.supervisor.foreground import ForegroundRun, Outcome
@@ -31,14 +32,13 @@ from extractor.supervisor.launcher import LocalLauncher
 from extractor.supervisor.replica import Replica
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from types import FrameType
 
     from extractor.commands.job import Job
     from extractor.commands.output import Output
     from extractor.config import RunConfig
     from extractor.protocol import AnyReport
-    from extractor.store.damage import Damage
     from extractor.store.lease import Lease
     from extractor.store.scan import ScanResult
     from extractor.supervisor.launcher import Launcher
@@ -113,16 +113,16 @@ def extract(
     """
     job = jobs.make(config, out=out)
     jobs.require_same_data_set(job)
-    _check_disk(job, _scan(job))
+    jobs.check_disk(job, jobs.scan_output(job))
     run_folder = folders.run_folder(job.output)
     is_new = not job.output.exists()
     held = _acquire(job.output, run_folder.name, out)
     try:
         # Again, now that nobody else writes: a worker may have committed a shard since.
         scan.clean_parts(job.output)
-        found = _scan(job)
-        for shard, damages in found.bad.items():
-            out.note(f"shard {shard} is damaged and will be computed again: {_explain(damages)}")
+        found = jobs.scan_output(job)
+        for line in jobs.describe_damages(found):
+            out.note(line)
         out.note(f"{len(found.to_do)} of {len(job.shards)} shards to do")
         outcome = Outcome()
         with stop.after_the_batch() as event:
@@ -223,12 +223,6 @@ class _Watcher:
             self._held.heartbeat()
 
 
-def _explain(damages: Sequence[Damage]) -> str:
-    """The first damage, whose reason names its file, and how many more there are."""
-    more = f" (and {len(damages) - 1} more)" if len(damages) > 1 else ""
-    return damages[0].reason + more
-
-
 def _acquire(output: Path, run: str, out: Output) -> Lease:
     """The lease; says why it waits when the worker of a killed command still writes."""
     try:
@@ -236,21 +230,6 @@ def _acquire(output: Path, run: str, out: Output) -> Lease:
     except LeaseBusyError as busy:
         out.note(f"{busy.message}; waiting for up to {WORKER_WAIT_S:.0f} s")
     return lease.acquire(output, run, wait_seconds=WORKER_WAIT_S)
-
-
-def _scan(job: Job) -> ScanResult:
-    return scan.scan(
-        job.output,
-        job.shards,
-        manifest.fingerprint(job.manifest),
-        taps=job.facts.taps.names,
-        sample=job.prepared.sample,
-    )
-
-
-def _check_disk(job: Job, found: ScanResult) -> None:
-    left = sum(job.shards[shard].num_tokens for shard in found.to_do)
-    preflight.check_disk(job.output, left * job.size.bytes_per_token, job.config.output.reserve_bytes)
 
 
 def _compute(
@@ -295,39 +274,28 @@ def _compute(
 
 def _conclude(job: Job, outcome: Outcome, run_folder: Path, out: Output) -> ExtractResult:
     """Index files and totals, from what is really on the disk."""
-    found = _scan(job)
-    records = [found.done[shard] for shard in sorted(found.done)]
-    lost = sorted(set(outcome.done) - set(found.done))
+    conclusion, there = conclude(job.output, job.shards, job.manifest, job.prepared, job.facts.taps.names)
+    lost = sorted(set(outcome.done) - there)
     if lost:
         raise BugError(f"shards {lost} were reported as committed and are not on the disk")
-    if records:
-        index.rebuild(job.output, records, job.prepared.sample, job.prepared.rejected_path)
-        # Lost with all shards complete, it is written anew; what it says of totals is the plan's word.
-        written = manifest.read_if_any(job.output) or job.manifest
-        ranges = manifest.shard_ranges((r.index, [tap.name for tap in r.taps]) for r in records)
-        manifest.write(
-            job.output, msgspec.structs.replace(written, shards=ranges, totals=job.manifest.totals)
-        )
-    quarantined = sum(len(record.quarantined) for record in records)
-    stored = sum(record.num_samples for record in records)
     own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = ExtractResult(
         run=str(run_folder),
         output=str(job.output),
-        samples=stored,
-        tokens=sum(record.num_tokens for record in records),
-        supervised_tokens=sum(record.num_supervised_tokens for record in records),
-        rejected=job.manifest.totals.rejected,
-        quarantined=quarantined,
-        shards=len(records),
-        bytes=sum(file.bytes for record in records for file in record.files.values()),
+        samples=conclusion.samples,
+        tokens=conclusion.tokens,
+        supervised_tokens=conclusion.supervised_tokens,
+        rejected=conclusion.rejected,
+        quarantined=conclusion.quarantined,
+        shards=conclusion.shards,
+        bytes=conclusion.bytes,
         shards_computed=len(outcome.done),
         tokens_computed=outcome.num_tokens,
         load_s=round(outcome.load_s, 3),
         seconds=round(outcome.seconds, 3),
         tokens_per_s=round(outcome.num_tokens / outcome.seconds, 1) if outcome.seconds else 0.0,
         peak_rss_bytes=own_peak + outcome.peak_rss_bytes,
-        complete=stored + quarantined == job.manifest.totals.samples,
+        complete=not conclusion.missing,
     )
     _report(result, job, outcome, out)
     return result

@@ -22,12 +22,13 @@ from extractor.preflight import Facts
 from extractor.protocol import EngineSpec
 from extractor.store import manifest as manifests
 from extractor.store.manifest import Manifest, ModelRecord, TapsRecord, Totals
-from extractor.store.scan import committed
+from extractor.store.scan import committed, scan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from extractor.commands.output import Output
+    from extractor.store.scan import ScanResult
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -147,6 +148,36 @@ def engine_spec(job: Job, endpoint: str, *, start: str = "") -> EngineSpec:
         buffers=config.writer.buffers,
         endpoint=endpoint,
     )
+
+
+def scan_output(job: Job) -> ScanResult:
+    """What of the plan is there already, whole and with the prepared tokens. Blocking."""
+    return scan(
+        job.output,
+        job.shards,
+        manifests.fingerprint(job.manifest),
+        taps=job.facts.taps.names,
+        sample=job.prepared.sample,
+    )
+
+
+def check_disk(job: Job, found: ScanResult) -> None:
+    """Refuses a run of which the rest does not fit.
+
+    Raises:
+        DiskSpaceError: with the figures.
+    """
+    left = sum(job.shards[shard].num_tokens for shard in found.to_do)
+    preflight.check_disk(job.output, left * job.size.bytes_per_token, job.config.output.reserve_bytes)
+
+
+def describe_damages(found: ScanResult) -> list[str]:
+    """A line for each damaged shard: the first damage, whose reason names its file, and how many more."""
+    lines = []
+    for shard, damages in found.bad.items():
+        more = f" (and {len(damages) - 1} more)" if len(damages) > 1 else ""
+        lines.append(f"shard {shard} is damaged and will be computed again: {damages[0].reason}{more}")
+    return lines
 
 
 def require_same_data_set(job: Job) -> None:

@@ -288,11 +288,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta", omit_default
     revision: int | UnsetType = UNSET
     run: RunInfo | UnsetType = UNSET
     state: StateInfo | UnsetType = UNSET
-    progress: Progress | None | UnsetType = UNSET
-    rates: Rates | None | UnsetType = UNSET
-    disk: Disk | None | UnsetType = UNSET
-    telemetry: Telemetry | None | UnsetType = UNSET
-    shards: ShardMap | None | UnsetType = UNSET
+    progress: Progress | UnsetType | None = UNSET
+    rates: Rates | UnsetType | None = UNSET
+    disk: Disk | UnsetType | None = UNSET
+    telemetry: Telemetry | UnsetType | None = UNSET
+    shards: ShardMap | UnsetType | None = UNSET
     replicas: tuple[ReplicaInfo, ...] | UnsetType = UNSET
     events: tuple[EventLine, ...] | UnsetType = UNSET
     actions: dict[Action, str | None] | UnsetType = UNSET

@@ -106,9 +106,7 @@ def refusal(action: Action, state: State, pauses: Iterable[Pause]) -> str | None
     match action:
         case Action.PAUSE if state == State.DRAINING:
             return "it is being stopped"
-        case Action.PAUSE if any(
-            p.reason == Reason.OPERATOR and p.depth == Depth.UNLOAD for p in pauses
-        ):
+        case Action.PAUSE if any(p.reason == Reason.OPERATOR and p.depth == Depth.UNLOAD for p in pauses):
             return "it is paused already, at the deepest depth"
         case Action.RESUME if state == State.DRAINING:
             return "it is being stopped"

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
 from extractor.config import NCCL_PRESETS
+from extractor.protocol.api import Variable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,14 +18,6 @@ if TYPE_CHECKING:
 
 Origin = Literal["shell", "preset", "run.toml"]
 WATCHED_PREFIXES = ("NCCL_", "CUDA_", "SGLANG_", "TORCH_NCCL_")
-
-
-class Variable(msgspec.Struct, frozen=True):
-    """One variable in force that can change a run."""
-
-    name: str
-    value: str
-    origin: Origin
 
 
 def worker_environment(

@@ -32,8 +32,12 @@ class RankProcess(Protocol):
     def wait(self, timeout_s: float) -> int | None:
         """As `poll`, after waiting up to `timeout_s`."""
 
-    def kill(self) -> None:
-        """Ends it at once. Does nothing when it has ended."""
+    def kill(self, *, wait: bool = True) -> None:
+        """Ends it at once. Does nothing when it has ended.
+
+        Args:
+            wait: return when it is gone; freeing the memory of many GPUs takes seconds.
+        """
 
 
 class Launcher(Protocol):
@@ -106,12 +110,13 @@ class _LocalRank:
             return None
         return self.poll()
 
-    def kill(self) -> None:
+    def kill(self, *, wait: bool = True) -> None:
         if self.poll() is None:
             # Its own session: this ends helpers that SGLang may have forked, and nothing else.
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._drop_lifeline()
+            if wait:
+                self._process.wait()
+                self._drop_lifeline()
 
     def _drop_lifeline(self) -> None:
         if self._lifeline_fd is not None:

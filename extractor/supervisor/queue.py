@@ -73,6 +73,21 @@ class ShardQueue:
         self.failed[shard] = error
         return False
 
+    def put_back(self, shard: int) -> None:
+        """A leased shard could not be done, and that was not its fault: it is pending again."""
+        self._drop_lease(shard)
+        self._pending.appendleft(shard)
+
+    @property
+    def leased(self) -> tuple[int, ...]:
+        """The shards in hand, in order."""
+        return tuple(sorted(self._leases))
+
+    @property
+    def next_pending(self) -> int | None:
+        """The shard that would be leased next."""
+        return self._pending[0] if self._pending else None
+
     def give_back(self, replica: str) -> list[int]:
         """A replica is gone: its shards are pending again, without blame."""
         shards = sorted(shard for shard, owner in self._leases.items() if owner == replica)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 import zmq
+import zmq.asyncio
 
 from extractor import protocol
 from extractor.errors import EngineError
@@ -59,10 +60,13 @@ class Replica:
         spec = make_spec(endpoint)
         self.name = spec.replica
         self._identity = f"{spec.replica}.0".encode()
-        self.log = run_folder / f"replica-{spec.replica}.log"
-        spec_file = run_folder / f"replica-{spec.replica}.json"
+        # One log for all starts of a replica: what follows the dash is the word of one start.
+        stem = f"replica-{spec.replica.partition('-')[0]}"
+        self.log = run_folder / f"{stem}.log"
+        spec_file = run_folder / f"{stem}.json"
         spec_file.write_bytes(msgspec.json.format(msgspec.json.encode(spec), indent=2))
         self._said_bye = False
+        self._shadow: zmq.asyncio.Socket | None = None
         self.process: RankProcess = launcher.start(
             spec_file, environment=environment, log=self.log, keep_fds=keep_fds
         )
@@ -76,6 +80,8 @@ class Replica:
     ) -> None:
         """Ends the process if it still runs, and removes the socket."""
         self.process.kill()
+        if self._shadow is not None:
+            self._shadow.close()
         self._socket.close()
         self._context.term()
         shutil.rmtree(self._socket_folder, ignore_errors=True)
@@ -83,6 +89,12 @@ class Replica:
     def send(self, request: AnyRequest) -> None:
         """Sends a request; the rank must have said Hello."""
         self._socket.send_multipart([self._identity, protocol.encode(request)])
+
+    async def arrival(self, timeout_s: float) -> None:
+        """Waits until there is a report, up to `timeout_s`; `reports(0)` then has it."""
+        if self._shadow is None:
+            self._shadow = zmq.asyncio.Socket.from_socket(self._socket)
+        await self._shadow.poll(int(timeout_s * 1000))
 
     def reports(self, timeout_s: float) -> Iterator[AnyReport]:
         """The reports that are there, after waiting up to `timeout_s` for the first.

@@ -1,0 +1,228 @@
+"""What consoles are told of a run: a `Snapshot`, made from the supervisor's facts. Reads, changes nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from extractor.estimate import disk_forecast
+from extractor.protocol import api
+from extractor.protocol.states import Action, Reason, State, refusal
+from extractor.supervisor.board import FAILED, RUNNING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from extractor.supervisor.core import Supervisor
+
+EVENTS_SHOWN = 20
+
+
+class SnapshotMaker:
+    """Makes snapshots of one run."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        run: api.RunInfo,
+        *,
+        clients: Callable[[], api.Clients],
+        now_utc: Callable[[], float] = time.time,
+    ) -> None:
+        """Args are kept.
+
+        Args:
+            supervisor: of the run.
+            run: what does not change.
+            clients: counts those attached.
+            now_utc: seconds since the epoch.
+        """
+        self._supervisor = supervisor
+        self._run = run
+        self._clients = clients
+        self._now_utc = now_utc
+
+    def make(self) -> api.Snapshot:
+        """The run as it is now."""
+        supervisor = self._supervisor
+        rates = self._rates()
+        return api.Snapshot(
+            api_version=api.API_VERSION,
+            revision=supervisor.pauses.revision,
+            time_utc=self._now_utc(),
+            run=self._run_info(),
+            state=api.StateInfo(
+                supervisor.state, supervisor.state_since_utc, why(supervisor), supervisor.pauses.pauses
+            ),
+            progress=self._progress(),
+            rates=rates,
+            disk=self._disk(rates),
+            telemetry=supervisor.sampler.latest(),
+            shards=None if supervisor.board is None else supervisor.board.as_map(),
+            replicas=(self._replica(),),
+            events=tuple(supervisor.events.tail)[-EVENTS_SHOWN:],
+            actions={
+                action: refusal(action, supervisor.state, supervisor.pauses.pauses) for action in Action
+            },
+            clients=self._clients(),
+        )
+
+    def _run_info(self) -> api.RunInfo:
+        prepared = self._supervisor.prepared
+        if prepared is None or self._run.taps:
+            return self._run
+        self._run = msgspec.structs.replace(
+            self._run,
+            device=prepared.spec.device,
+            dtype=prepared.manifest.dtype,
+            taps=prepared.spec.taps.names,
+            ids_after=prepared.ids_after,
+            ids_before=prepared.ids_before,
+            bytes_per_token=prepared.bytes_per_token,
+        )
+        return self._run
+
+    def _progress(self) -> api.Progress | None:
+        supervisor = self._supervisor
+        prepared, queue, board = supervisor.prepared, supervisor.queue, supervisor.board
+        if prepared is None or queue is None or board is None:
+            return None
+        return api.Progress(
+            tokens_total=sum(prepared.shard_tokens),
+            tokens_done=supervisor.tokens_done,
+            samples_total=sum(prepared.shard_samples),
+            shards_total=len(prepared.shard_tokens),
+            shards_done=len(prepared.done) + len(queue.done),
+            shards_running=board.count(RUNNING),
+            shards_failed=board.count(FAILED),
+            rejected=prepared.manifest.totals.rejected,
+            quarantined=supervisor.quarantined,
+        )
+
+    def _rates(self) -> api.Rates | None:
+        supervisor = self._supervisor
+        if supervisor.prepared is None:
+            return None
+        supervisor.meter.tick()
+        left = sum(supervisor.prepared.shard_tokens) - supervisor.tokens_done
+        return supervisor.meter.rates(left, self._now_utc())
+
+    def _disk(self, rates: api.Rates | None) -> api.Disk | None:
+        supervisor = self._supervisor
+        usage, prepared = supervisor.sampler.disk(), supervisor.prepared
+        if usage is None:
+            return None
+        reserve = 0 if prepared is None else prepared.reserve_bytes
+        running_s = 0.0 if rates is None else rates.running_s
+        rate = supervisor.started_bytes / running_s if supervisor.started_bytes and running_s else None
+        forecast = disk_forecast(
+            free_bytes=usage.free_bytes,
+            reserve_bytes=reserve,
+            needed_bytes=supervisor.needed_bytes,
+            write_bytes_per_s=rate,
+            eta_s=None if rates is None else rates.eta_s,
+        )
+        return api.Disk(
+            path=str(supervisor.output),
+            total_bytes=usage.total_bytes,
+            used_bytes=usage.used_bytes,
+            free_bytes=usage.free_bytes,
+            reserve_bytes=reserve,
+            run_bytes=supervisor.done_bytes,
+            needed_bytes=supervisor.needed_bytes,
+            write_bytes_per_s=rate,
+            full_in_s=forecast.full_in_s,
+            is_enough=forecast.is_enough,
+            verdict=forecast.verdict if prepared is not None else "not known before the run is prepared",
+        )
+
+    def _replica(self) -> api.ReplicaInfo:
+        supervisor = self._supervisor
+        engine = supervisor.engine
+        if engine is None:
+            phase = "waiting to restart" if supervisor.restart_in_s else "none"
+            return api.ReplicaInfo("0", phase, None, None, None, supervisor.restarts, supervisor.load_s)
+        shard, batch = engine.batch or (None, None)
+        return api.ReplicaInfo(
+            "0", engine.stage, engine.pid, shard, batch, supervisor.restarts, supervisor.load_s
+        )
+
+
+STAGES = {
+    "starting": "starting the rank",
+    "load": "loading the model",
+    "proof": "proving the capture",
+    "warm-up": "warming up the kernels",
+}
+
+
+def why(supervisor: Supervisor) -> str:
+    """One line: what the run is doing or waiting for, what went wrong and what to do."""
+    match supervisor.state:
+        case State.FAILED if supervisor.failure is not None:
+            remedy = f" What to do: {supervisor.failure.remedy}" if supervisor.failure.remedy else ""
+            return supervisor.failure.message + remedy
+        case State.DRAINING if supervisor.failure is not None:
+            return supervisor.failure.message
+        case State.DRAINING:
+            doing = supervisor.note or _in_hand(supervisor)
+            return f"asked to stop by {supervisor.stopped_by}; {doing}"
+        case State.STOPPED:
+            return f"stopped by {supervisor.stopped_by}; started again, it goes on where it was"
+        case State.LOADING:
+            return _loading(supervisor)
+        case State.HELD | State.HOLDING | State.UNLOADING | State.UNLOADED:
+            return _paused(supervisor)
+        case State.FINISHED if supervisor.conclusion is not None:
+            return f"all {supervisor.conclusion.samples:,} samples are stored" + (
+                f", {supervisor.conclusion.quarantined} quarantined"
+                if supervisor.conclusion.quarantined
+                else ""
+            )
+        case _:
+            return supervisor.note
+
+
+def _loading(supervisor: Supervisor) -> str:
+    if supervisor.engine is None:
+        wait = supervisor.restart_in_s
+        return f"{supervisor.note}; started again in {wait:.0f} s" if wait else supervisor.note
+    if supervisor.engine.was_told_to_leave:
+        return "the processes of before still leave; the model is loaded again then"
+    stage = STAGES.get(supervisor.engine.stage, supervisor.engine.stage)
+    return f"{stage} ({supervisor.note})" if supervisor.note else stage
+
+
+def _in_hand(supervisor: Supervisor) -> str:
+    engine = supervisor.engine
+    if engine is None or engine.load_s is None:
+        return "nothing is in hand"
+    return "the shard in hand is finished first" + (
+        f" (shard {engine.started_shard})" if engine.started_shard is not None else ""
+    )
+
+
+def _paused(supervisor: Supervisor) -> str:
+    reasons = [
+        f"{pause.reason}, {pause.by}" + (f": {pause.note}" if pause.note else "")
+        for pause in supervisor.pauses.pauses
+    ]
+    text = "; ".join(reasons)
+    match supervisor.state:
+        case State.HOLDING:
+            loading = supervisor.engine is not None and supervisor.engine.load_s is None
+            doing = "the model is loaded first" if loading else "the batch in flight is finished first"
+            return f"paused ({text}); {doing}"
+        case State.UNLOADING:
+            return f"paused ({text}); {_in_hand(supervisor)}"
+        case State.UNLOADED:
+            return f"paused ({text}); nothing is loaded, the GPUs are free" + _how_to_go_on(supervisor)
+        case _:
+            return f"paused ({text})" + _how_to_go_on(supervisor)
+
+
+def _how_to_go_on(supervisor: Supervisor) -> str:
+    reasons = {pause.reason for pause in supervisor.pauses.pauses}
+    return "" if reasons == {Reason.DISK} else "; stays so until an operator resumes it"
