@@ -52,7 +52,7 @@ class Gpu(msgspec.Struct, frozen=True):
     rank: str | None = None
 
 
-class Host(msgspec.Struct, frozen=True):
+class Host(msgspec.Struct, frozen=True, tag="host"):
     """The machine."""
 
     name: str

@@ -9,13 +9,15 @@ REPORTS = [
     protocol.Hello(protocol.PROTOCOL_VERSION, 12, 1.5),
     protocol.Stage("load"),
     protocol.Ready(3.5, (protocol.ProofLine("final", 0.0, 1e-5),), {"page_size": 1}, {"torch": "2"}, 10),
+    protocol.ShardStarted(3),
+    protocol.Held(None),
     protocol.BatchDone(3, 0, 100),
     protocol.ShardDone(3, 2, 100, 40, 5000, 0),
     protocol.ShardFailed(3, "no space", "ENOSPC"),
     protocol.Failed("proof", 7, "message", None, "trace"),
     protocol.Bye(1000),
 ]
-REQUESTS = [protocol.WorkShard(4), protocol.Finish(), protocol.Stop()]
+REQUESTS = [protocol.WorkShard(4), protocol.Finish(), protocol.Stop(), protocol.Drain(), protocol.Hold(), protocol.Resume()]
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
