@@ -1,8 +1,9 @@
 """The rank's end of the line to its supervisor: one thread that owns the socket.
 
-The compute thread and the writer threads only put reports into a queue and take requests out of one, so a
-supervisor that is slow or gone never holds up a batch. A lifeline (the read end of a pipe whose other end
-only the supervisor holds) tells when the supervisor is gone, also by SIGKILL.
+The compute thread and the writer threads only put reports into a queue, and requests are handed on in the
+channel's own thread as they arrive, so a supervisor that is slow or gone never holds up a batch, and a batch
+never holds up a request. A lifeline (the read end of a pipe whose other end only the supervisor holds) tells
+when the supervisor is gone, also by SIGKILL. What requests mean is in `extractor.engine.orders`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,7 @@ LINGER_MS = 5_000
 
 
 class Channel:
-    """Reports out, requests in; both without blocking.
-
-    Attributes:
-        supervisor_gone: set when the other end of the lifeline was closed.
-    """
+    """Reports out, requests in; both without blocking."""
 
     def __init__(
         self,
@@ -38,7 +35,7 @@ class Channel:
         identity: str,
         *,
         lifeline_fd: int | None,
-        stop: threading.Event,
+        on_request: Callable[[AnyRequest], None],
         on_supervisor_gone: Callable[[], None],
     ) -> None:
         """Connects.
@@ -47,16 +44,15 @@ class Channel:
             endpoint: ZeroMQ address of the supervisor.
             identity: of this rank, "REPLICA.RANK".
             lifeline_fd: read end of the lifeline; None: nobody is watched.
-            stop: set as soon as a `Stop` arrives, ahead of the requests that still wait.
+            on_request: called in the channel's thread with each request; must not block.
             on_supervisor_gone: called in the channel's thread once the supervisor is gone.
         """
-        self._stop = stop
+        self._on_request = on_request
         self._on_supervisor_gone = on_supervisor_gone
         self._outgoing: queue.SimpleQueue[AnyReport | None] = queue.SimpleQueue()
-        self._incoming: queue.SimpleQueue[AnyRequest] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0)
         self._lifeline_fd = lifeline_fd
-        self.supervisor_gone = threading.Event()
+        self._is_alone = False
         self._thread = threading.Thread(
             target=self._run, args=(endpoint, identity), name="channel", daemon=True
         )
@@ -66,13 +62,6 @@ class Channel:
         """Queues a report. Any thread; never blocks."""
         self._outgoing.put(report)
         os.eventfd_write(self._wake_fd, 1)
-
-    def receive(self, timeout_s: float) -> AnyRequest | None:
-        """The next request but `Stop`, or None when none came in time."""
-        try:
-            return self._incoming.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
 
     def close(self) -> None:
         """Sends what is queued, then ends the thread. Blocks up to `LINGER_MS`."""
@@ -96,25 +85,19 @@ class Channel:
         while open_:
             for source, _ in poller.poll():
                 if source is socket:
-                    self._accept(protocol.decode_request(socket.recv()))
+                    self._on_request(protocol.decode_request(socket.recv()))
                 elif source == self._wake_fd:
                     os.eventfd_read(self._wake_fd)
                     open_ = self._flush(socket)
                 else:
                     # Nobody ever writes into the lifeline: readable means closed.
                     poller.unregister(self._lifeline_fd)
-                    self.supervisor_gone.set()
+                    self._is_alone = True
                     self._on_supervisor_gone()
-        if self.supervisor_gone.is_set():
+        if self._is_alone:
             socket.setsockopt(zmq.LINGER, 0)
         socket.close()
         context.term()
-
-    def _accept(self, request: AnyRequest) -> None:
-        if isinstance(request, protocol.Stop):
-            self._stop.set()
-        else:
-            self._incoming.put(request)
 
     def _flush(self, socket: zmq.Socket[bytes]) -> bool:
         """Sends everything queued; False when the channel is to be closed."""

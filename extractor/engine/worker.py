@@ -4,9 +4,11 @@ Started by `extractor.supervisor.launcher` as `python -m extractor.engine.worker
 already set. It takes work from the supervisor and never decides what to do next. Shards are committed by
 the writer threads while the next shard is computed.
 
-When the supervisor is gone the shard in hand is finished and committed (a load is broken off), then the
-process exits and frees its GPU. SIGINT is ignored (a Ctrl-C in the terminal goes to the command, which then
-says `Stop`); SIGTERM means `Stop`.
+A hold takes effect between two batches: the shard in hand stays as it is, everything stays loaded, and the
+shard goes on with its next batch, so its bytes do not depend on pauses. When the supervisor is gone the shard in
+hand is finished and committed if that takes no longer than `EngineSpec.grace_s` (it is dropped when the rank is
+held, and a load is broken off), then the process exits and frees its GPU. SIGINT is ignored (a Ctrl-C in the
+terminal goes to the command, which then says `Stop`); SIGTERM means `Stop`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from extractor import protocol
 from extractor.dataset.prepared import PreparedDataset
 from extractor.engine import sglang_compat
 from extractor.engine.channel import Channel
+from extractor.engine.orders import Orders
 from extractor.errors import EngineError, TapdeckError
 from extractor.plan import Shard, plan_shards
 from extractor.protocol import EngineSpec
@@ -41,40 +44,28 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """Joins channel, data set, engine and writers."""
+    """Joins orders, channel, data set, engine and writers."""
 
-    def __init__(self, spec: EngineSpec, channel: Channel, stop: threading.Event) -> None:
+    def __init__(self, spec: EngineSpec, channel: Channel, orders: Orders) -> None:
         self._spec = spec
         self._channel = channel
-        self._stop = stop
+        self._orders = orders
         self._samples = PreparedDataset.open(Path(spec.prepared))
         lengths = self._samples.lengths[: spec.num_samples].tolist()
         self._plan = plan_shards(lengths, spec.geometry)
         self._writers = WriterPool(spec.writer_threads, self._on_commit, self._on_error)
 
     def run(self, engine: Engine) -> None:
-        """Works until told to finish or stop. Blocking.
+        """Works until told to finish, drain or stop, or left alone. Blocking.
 
         Raises:
             TapdeckError: the engine cannot go on.
         """
         try:
-            while not self._stop.is_set():
-                request = self._next_request()
-                if request is None or isinstance(request, protocol.Finish):
-                    break
-                if isinstance(request, protocol.WorkShard):
-                    self._work(engine, self._plan[request.shard])
+            while (shard := self._orders.next_shard()) is not None:
+                self._work(engine, self._plan[shard])
         finally:
             self._writers.close()
-
-    def _next_request(self) -> protocol.AnyRequest | None:
-        """Waits for work; None when the supervisor is gone."""
-        while not self._stop.is_set() and not self._channel.supervisor_gone.is_set():
-            request = self._channel.receive(timeout_s=0.2)
-            if request is not None:
-                return request
-        return None
 
     def load(self, started_at: float) -> Engine:
         """Loads the model and proves its capture. Blocking, seconds to minutes.
@@ -138,9 +129,10 @@ class Worker:
                 fingerprint=self._spec.fingerprint,
             )
         )
+        self._channel.send(protocol.ShardStarted(shard.index))
         try:
             for number, batch in enumerate(shard.batches):
-                if self._stop.is_set():
+                if not self._orders.may_go_on(shard.index):
                     writer.abandon()
                     return
                 samples = [self._samples.sample(index) for index in batch]
@@ -181,9 +173,9 @@ def main(argv: list[str]) -> int:
     """
     started_at = time.monotonic()
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=EngineSpec)
-    stop = threading.Event()
+    orders = Orders(grace_s=spec.grace_s, on_held=lambda shard: channel.send(protocol.Held(shard)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGTERM, lambda *_: orders.stop())
     lifeline = os.environ.pop("TAPDECK_LIFELINE_FD", None)
     is_loading = threading.Event()
     is_loading.set()
@@ -193,16 +185,17 @@ def main(argv: list[str]) -> int:
         # large model would keep the output folder and the GPU for many minutes.
         if is_loading.is_set():
             os._exit(EngineError.exit_code)
+        orders.lose_supervisor()
 
     channel = Channel(
         spec.endpoint,
         f"{spec.replica}.0",
         lifeline_fd=None if lifeline is None else int(lifeline),
-        stop=stop,
+        on_request=orders.tell,
         on_supervisor_gone=leave,
     )
     try:
-        _run(spec, channel, stop, is_loading, started_at)
+        _run(spec, channel, orders, is_loading, started_at)
     except TapdeckError as error:
         channel.send(
             protocol.Failed(
@@ -235,7 +228,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(
-    spec: EngineSpec, channel: Channel, stop: threading.Event, is_loading: threading.Event, started_at: float
+    spec: EngineSpec, channel: Channel, orders: Orders, is_loading: threading.Event, started_at: float
 ) -> None:
     process = psutil.Process()
     channel.send(
@@ -247,7 +240,7 @@ def _run(
     )
     sglang_compat.check_version(allow_unverified=spec.allow_unverified_sglang)
     sglang_compat.prepare_process(spec.device)
-    worker = Worker(spec, channel, stop)
+    worker = Worker(spec, channel, orders)
     engine = worker.load(started_at)
     is_loading.clear()
     worker.run(engine)
