@@ -1,0 +1,69 @@
+"""What the screens share: they are told of views and notices, and show them in their panels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.css.query import NoMatches
+from textual.screen import Screen
+
+from console.actions import Place
+from console.widgets.lines import Role, wrapped
+from console.widgets.panel import Panel
+from console.widgets.view_panel import ViewPanel
+
+if TYPE_CHECKING:
+    from console.widgets.signs import Signs
+    from console.widgets.view import View
+
+WIDE_COLUMNS = 110
+TALL_ROWS = 34
+NOTICE_LINES = 4
+
+
+class RunScreen(Screen[None]):
+    """A full screen over one run.
+
+    Args:
+        signs: to draw with.
+    """
+
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE_COLUMNS, "-wide")]  # noqa: RUF012 -- as Textual declares it
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (TALL_ROWS, "-tall")]  # noqa: RUF012
+    AUTO_FOCUS = None
+    place: ClassVar[Place] = Place.EVERYWHERE
+    """Whose keys work on it besides those that work everywhere."""
+
+    def __init__(self, signs: Signs) -> None:
+        super().__init__()
+        self.signs = signs
+        self._view: View | None = None
+        self._notice: tuple[str, Role] = ("", "")
+
+    @property
+    def view(self) -> View | None:
+        """The last view it was told of."""
+        return self._view
+
+    def show_view(self, view: View) -> None:
+        """Shows what has changed. Before it is mounted it only remembers."""
+        self._view = view
+        for panel in self.query(ViewPanel):
+            panel.show_view(view)
+
+    def show_notice(self, text: str, role: Role = "") -> None:
+        """What became of the last thing that the operator did; stays until the next."""
+        self._notice = (text, role)
+        try:
+            panel = self.query_one("#notice", Panel)
+        except NoMatches:
+            return
+        width = max(20, self.app.size.width - 2)
+        shown = wrapped(text, width, role=role, most=NOTICE_LINES, more=self.signs.more) if text else []
+        panel.show(shown)
+
+    def on_mount(self) -> None:
+        """Catches up with what it was told before."""
+        if self._view is not None:
+            self.show_view(self._view)
+        self.show_notice(*self._notice)

@@ -1,0 +1,153 @@
+"""The terminal is the operator's: it is given back as it was found, whatever ends the console.
+
+Textual 8.2.8 installs no handlers for SIGTERM and SIGHUP, leaves the terminal raw when one arrives, reads in a
+tight loop from a terminal that is gone, and waits without end for one that takes no more output. `TerminalGuard`
+covers these: it turns the signals into a normal end of the app, ends the process when the other end of the
+terminal is closed, and when a normal end does not come about within seconds it restores the modes itself.
+
+It refuses to run on what is not a terminal that can be drawn on (`refusal`). It knows nothing of runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import FrameType, TracebackType
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+END_GRACE_S = 4.0
+"""How long a normal end may take before the process is ended."""
+HANGUP_GRACE_S = 0.3
+"""The same when nobody is there to see it; Textual's reader spins meanwhile."""
+LOOK_EVERY_S = 0.5
+# Mouse, focus and paste reports off, line wrap on, keyboard protocol popped, alternate screen left, cursor shown.
+RESTORE = b"".join(
+    b"\x1b[" + mode
+    for mode in (
+        b"?1000l",
+        b"?1003l",
+        b"?1006l",
+        b"?1004l",
+        b"?2004l",
+        b"?2048l",
+        b"?7h",
+        b"<u",
+        b"?1049l",
+        b"?25h",
+        b"0m",
+    )
+)
+_NO_SCREEN = {"", "dumb", "unknown"}
+
+
+def refusal(environ: Mapping[str, str], *, are_terminals: bool) -> str | None:
+    """Why the console cannot be drawn here, in words; None when it can."""
+    if not are_terminals:
+        return "the console needs a terminal, and input or output is none"
+    term = environ.get("TERM", "")
+    if term in _NO_SCREEN:
+        return f"the console cannot draw on this terminal (TERM={term or 'is not set'})"
+    return None
+
+
+def are_terminals() -> bool:
+    """Whether input, output and errors are all terminals. Textual draws on the last one."""
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        return all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    return False
+
+
+def wants_ascii(environ: Mapping[str, str]) -> bool:
+    """Whether signs beyond ASCII are to be avoided: asked for, or the locale has none."""
+    if environ.get("TAPDECK_ASCII", "0") not in {"", "0"}:
+        return True
+    locale = next((environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if environ.get(name)), "")
+    # No locale at all is usual in containers, and their terminals are UTF-8; "C" and "POSIX" are a choice.
+    return bool(locale) and "utf-8" not in locale.lower().replace("utf8", "utf-8")
+
+
+class TerminalGuard:
+    """Holds the terminal's modes while an app draws on it. Use as a context manager around the app.
+
+    Args:
+        leave: ends the app in order, with an exit code; called in any thread, also in a signal handler.
+        leaving: the app's exit code, once it is at its end.
+        fd: the terminal.
+    """
+
+    def __init__(
+        self, leave: Callable[[int], None], leaving: Callable[[], int | None], *, fd: int = 0
+    ) -> None:
+        self._leave = leave
+        self._leaving = leaving
+        self._fd = fd
+        self._modes: list[Any] | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._done = threading.Event()
+        self._code = 0
+
+    def __enter__(self) -> Self:
+        """Remembers the modes, installs handlers, begins to watch."""
+        with contextlib.suppress(termios.error):
+            self._modes = termios.tcgetattr(self._fd)
+        for number in SIGNALS:
+            self._handlers[number] = signal.signal(number, self._on_signal)
+        threading.Thread(target=self._watch, name="tapdeck-terminal", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Puts everything back."""
+        self._done.set()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._restore_modes()
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._code = 128 + number
+        self._leave(self._code)
+
+    def _watch(self) -> None:
+        deadline: float | None = None
+        hangups = select.poll()
+        hangups.register(self._fd, 0)
+        while not self._done.is_set():
+            # With no event asked for, poll reports hang-up and error alone; it sleeps while all is well.
+            is_gone = bool(hangups.poll(int(LOOK_EVERY_S * 1000))) or not os.isatty(self._fd)
+            if is_gone:
+                self._code = self._code or 128 + signal.SIGHUP
+                self._leave(self._code)
+                if not self._done.wait(HANGUP_GRACE_S):
+                    os._exit(self._code)
+            code = self._leaving()
+            if deadline is None and code is not None:
+                self._code = self._code or code
+                deadline = time.monotonic() + END_GRACE_S
+            if deadline is not None and time.monotonic() > deadline:
+                self._end_hard()
+
+    def _end_hard(self) -> None:
+        """Ends the process although the app does not end: the terminal takes no output, as a rule."""
+        self._restore_modes()
+        with contextlib.suppress(OSError, termios.error):
+            # A description of our own: O_NONBLOCK on the shared one would change the shell's as well.
+            own = os.open(os.ttyname(self._fd), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            termios.tcflush(own, termios.TCOFLUSH)
+            os.write(own, RESTORE)
+        os._exit(self._code)
+
+    def _restore_modes(self) -> None:
+        if self._modes is not None:
+            with contextlib.suppress(termios.error):
+                termios.tcsetattr(self._fd, termios.TCSANOW, self._modes)
