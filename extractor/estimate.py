@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from typing import TYPE_CHECKING
+
+import humanize
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TOKEN_BYTES = 4 + 1
@@ -11,6 +19,13 @@ SAMPLE_BYTES = 8 + 8
 """cu_seqlens and sample_index, int64 each."""
 FILE_OVERHEAD_BYTES = 4096
 """Header of one safetensors file, aligned."""
+
+ETA_BLOCK = 6
+"""Rates are compared in means of so many intervals: single ones differ by what a batch happens to hold."""
+ETA_BAND_AT_START = 0.5
+"""Relative half-width of the band after one interval; it shrinks with the square root of their number."""
+ETA_WORST = 4.0
+"""The band's slow end is at most so many times the mean, however uneven the rates are."""
 
 
 class SizeEstimate(msgspec.Struct, frozen=True):
@@ -85,3 +100,135 @@ def eta_s(*, tokens_left: int, tokens_done: int, elapsed_s: float) -> float | No
     if tokens_done <= 0 or elapsed_s <= 0:
         return None
     return tokens_left * elapsed_s / tokens_done
+
+
+class Eta(msgspec.Struct, frozen=True):
+    """Seconds of computing left.
+
+    Attributes:
+        low_s: if all goes as fast as it may.
+        mean_s: most likely.
+        high_s: if all goes as slowly as it may.
+    """
+
+    low_s: float
+    mean_s: float
+    high_s: float
+
+
+def eta(
+    *, tokens_left: int, tokens_done: int, running_s: float, recent: Sequence[float], interval_s: float
+) -> Eta | None:
+    """Time left, with a band; the rule is ours.
+
+    * The expected rate is midway between the mean of the whole start and the mean of `recent`. Where shards of
+      long and of short samples take turns both are the same in the long run; after a lasting change (a GPU that
+      throttles) the recent one is right, and a short disturbance moves the result by half its weight.
+    * The band reaches from the faster of the two to the slower, each widened by two standard errors of the
+      recent mean, taken over blocks of `ETA_BLOCK` intervals, and never by less than
+      `ETA_BAND_AT_START / sqrt(intervals computed so far)`.
+
+    Args:
+        tokens_left: to compute.
+        tokens_done: computed in `running_s`.
+        running_s: seconds of computing.
+        recent: tokens/s of the last intervals of computing, oldest first; may be empty.
+        interval_s: length of one.
+
+    Returns:
+        None before the first token, and when nothing was computed in all of `recent`.
+    """
+    if tokens_left <= 0:
+        return Eta(0.0, 0.0, 0.0)
+    if tokens_done <= 0 or running_s <= 0:
+        return None
+    overall = tokens_done / running_s
+    recently = statistics.fmean(recent) if recent else overall
+    if recently <= 0:
+        return None
+    rate = (overall + recently) / 2
+    widening = max(
+        2 * _standard_error(recent), rate * ETA_BAND_AT_START / math.sqrt(max(1.0, running_s / interval_s))
+    )
+    fastest = max(overall, recently) + widening
+    slowest = max(min(overall, recently) - widening, rate / ETA_WORST)
+    return Eta(tokens_left / fastest, tokens_left / rate, tokens_left / slowest)
+
+
+def _standard_error(rates: Sequence[float]) -> float:
+    """Of the mean of rates, over blocks; 0.0 with less than two blocks."""
+    # The oldest rates are left out where they do not fill a block.
+    starts = range(len(rates) % ETA_BLOCK, len(rates), ETA_BLOCK)
+    blocks = [statistics.fmean(rates[start : start + ETA_BLOCK]) for start in starts]
+    return statistics.stdev(blocks) / math.sqrt(len(blocks)) if len(blocks) >= 2 else 0.0
+
+
+class DiskForecast(msgspec.Struct, frozen=True):
+    """Whether the rest of a run fits, and when it would not.
+
+    Attributes:
+        is_enough: what is needed fits above the reserve, or nothing is needed.
+        full_in_s: seconds until the reserve is touched; None when it never is, or the rate is not known.
+        verdict: that in words.
+    """
+
+    is_enough: bool
+    full_in_s: float | None
+    verdict: str
+
+
+def disk_forecast(
+    *,
+    free_bytes: int,
+    reserve_bytes: int,
+    needed_bytes: int,
+    write_bytes_per_s: float | None,
+    eta_s: float | None = None,
+) -> DiskForecast:
+    """Whether what is left to write fits above the reserve.
+
+    Args:
+        free_bytes: on the output's file system.
+        reserve_bytes: must stay free; the run holds there.
+        needed_bytes: still to be written.
+        write_bytes_per_s: at which that happens; None when not known.
+        eta_s: seconds in which it will be written; stands in for a rate that is not known.
+    """
+    spare = free_bytes - reserve_bytes - needed_bytes
+    if needed_bytes <= 0:
+        return DiskForecast(True, None, "enough: nothing more to write")
+    if spare >= 0:
+        return DiskForecast(True, None, f"enough: {bytes_text(spare)} to spare")
+    room = max(0, free_bytes - reserve_bytes)
+    full_in_s = 0.0 if room == 0 else _seconds_to_write(room, needed_bytes, write_bytes_per_s, eta_s)
+    what = f"{bytes_text(-spare)} too little"
+    reserve = f"the reserve of {bytes_text(reserve_bytes)}"
+    if room == 0:
+        return DiskForecast(False, full_in_s, f"{what}: no space above {reserve}")
+    when = "" if full_in_s is None else f" in {duration_text(full_in_s)}"
+    return DiskForecast(False, full_in_s, f"{what}: holds at {reserve}{when}")
+
+
+def _seconds_to_write(
+    num_bytes: int, needed_bytes: int, write_bytes_per_s: float | None, eta_s: float | None
+) -> float | None:
+    if write_bytes_per_s is not None and write_bytes_per_s > 0:
+        return num_bytes / write_bytes_per_s
+    return None if eta_s is None else eta_s * num_bytes / needed_bytes
+
+
+def bytes_text(num_bytes: int) -> str:
+    """A size for people, in SI units; terabytes to two digits, since the next one is tens of gigabytes."""
+    return humanize.naturalsize(num_bytes, format="%.2f" if num_bytes >= 10**12 else "%.1f")
+
+
+def duration_text(seconds: float) -> str:
+    """A duration for people, rounded down: "45s", "14m", "2h14m", "3d04h"."""
+    minutes, whole_s = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m" if minutes else f"{whole_s}s"
