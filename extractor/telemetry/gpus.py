@@ -61,8 +61,9 @@ class GpuReader:
     """Reads one GPU. `step` belongs to one thread; the rest may be called from any.
 
     Attributes:
-        latest: as of the last step that has come back.
+        latest: as of the last step that has come back; temperature and power limit may be `SLOW_EVERY_S` older.
         failure: why nothing at all could be read in that step; None when something was.
+        lost_since_utc: when that began.
         quiet: held while this reader is in the driver; who holds it knows that it is not.
     """
 
@@ -88,16 +89,16 @@ class GpuReader:
         self._values = _Values.none(NOT_YET)
         self._slow_due = 0.0
         self._num_failures = 0
-        self._lost_since_utc: float | None = None
+        self.lost_since_utc: float | None = None
         self._retry_due = 0.0
         self._is_closed = False
         self.quiet = threading.Lock()
         self.failure: NvmlError | None = None
         self.latest = self._gpu(clock.now_utc())
         if before is not None:
-            self._uuid, self._name, self._values = before._uuid, before._name, before._values
-            self._lost_since_utc = before._lost_since_utc
-            self.failure, self.latest = before.failure, before.latest
+            self.latest, self.failure = before.latest, before.failure
+            self.lost_since_utc = before.lost_since_utc
+            self._uuid, self._name = before.latest.uuid, before.latest.name
 
     def step(self) -> float:
         """Reads the GPU once. Blocks for as long as the driver does.
@@ -107,7 +108,7 @@ class GpuReader:
         """
         with self.quiet:
             if not self._is_closed:
-                # The time before the first call: values never claim to be younger than they are.
+                # The time before the first call, so that a call that blocks makes no old value look new.
                 read_utc = self._clock.now_utc()
                 self._sample()
                 self.latest = self._gpu(read_utc)
@@ -152,7 +153,7 @@ class GpuReader:
         if isinstance(busy, float):
             busy = min(100.0, max(0.0, busy))
         self._values = _Values(busy, memory, power, limit, temperature)
-        self.failure, self._num_failures, self._lost_since_utc = None, 0, None
+        self.failure, self._num_failures, self.lost_since_utc = None, 0, None
 
     def _ask(self, call: Callable[[Handle], _Value], errors: list[NvmlError]) -> _Value | Unavailable:
         if self._handle is None:
@@ -167,11 +168,11 @@ class GpuReader:
         self._handle = None
         self._num_failures += 1
         self._retry_due = self._clock.monotonic() + retry_delay_s(self._num_failures)
-        if self._lost_since_utc is None:
-            self._lost_since_utc = self._clock.now_utc()
+        if self.lost_since_utc is None:
+            self.lost_since_utc = self._clock.now_utc()
         why = unavailable(error)
         self._values = _Values.none(
-            Unavailable(why.reason, f"{why.detail}, since {_moment(self._lost_since_utc)}")
+            Unavailable(why.reason, f"{why.detail}, since {_moment(self.lost_since_utc)}")
         )
         self.failure = error
 
