@@ -58,14 +58,19 @@ class Job(msgspec.Struct, frozen=True):
         return Path(self.config.output.dir)
 
 
-def make(config: RunConfig, *, out: Output) -> Job:
+def make(config: RunConfig, *, out: Output, show_taps: bool = True) -> Job:
     """Checks the configuration, prepares the samples and plans the run. Blocking: reads all data.
+
+    Args:
+        config: the run.
+        out: told of progress.
+        show_taps: also told which taps are selected, before the data is read.
 
     Raises:
         TapdeckError: see `preflight.check` and `prepare`.
     """
     facts = preflight.check(config)
-    for line in describe_taps(facts):
+    for line in describe_taps(facts) if show_taps else ():
         out.note(line)
     prepared = prepare(
         config.data,

@@ -64,7 +64,7 @@ def prepare(folder: RunFolder, out: _Messages) -> None:
     Raises:
         TapdeckError: the run is refused.
     """
-    job = jobs.make(configs.load(folder.config), out=out)
+    job = jobs.make(configs.load(folder.config), out=out, show_taps=False)
     jobs.require_same_data_set(job)
     scan.clean_parts(job.output)
     found = jobs.scan_output(job)

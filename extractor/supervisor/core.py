@@ -567,6 +567,7 @@ class Supervisor:
         return Facts(
             is_prepared=self.prepared is not None,
             engine=EnginePhase.NONE if self.engine is None else self.engine.phase,
+            is_done=self.queue is not None and self.queue.is_finished,
             depth=self.depth,
             # Asked to stop with nothing left to do, a run has finished all the same.
             is_stopping=self.stop is not None and not self._is_complete,

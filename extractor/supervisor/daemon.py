@@ -109,8 +109,6 @@ def supervise(
     Raises:
         TapdeckError: the run could not be started; nothing was changed.
     """
-    # Sockets, logs and events are nobody else's business.
-    os.umask(0o077)
     with Place(folder) as place:
         config_file.replace(folder.config)
         run = _Run(folder, configs.load(folder.config))

@@ -31,6 +31,7 @@ class Facts(msgspec.Struct, frozen=True):
     Attributes:
         is_prepared: the plan is known.
         engine: of the replica.
+        is_done: no shard is left to do; what remains is writing the lists of the data set.
         depth: the deepest pause in force, or None.
         is_stopping: an operator or a signal has ended the run.
         is_failed: the run cannot go on.
@@ -39,6 +40,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     is_prepared: bool = False
     engine: EnginePhase = EnginePhase.NONE
+    is_done: bool = False
     depth: Depth | None = None
     is_stopping: bool = False
     is_failed: bool = False
@@ -55,6 +57,9 @@ def derive(facts: Facts) -> State:
         return State.DRAINING
     if not facts.is_prepared:
         return State.PREPARING
+    if facts.is_done:
+        # Nothing is left that a pause could keep from being computed.
+        return State.RUNNING
     if facts.depth is not None:
         return _paused(facts.engine, facts.depth)
     if facts.engine in {EnginePhase.NONE, EnginePhase.LOADING}:
@@ -77,7 +82,7 @@ def _paused(engine: EnginePhase, depth: Depth) -> State:
 _END = frozenset({State.DRAINING, State.STOPPED, State.FINISHED, State.FAILED})
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.CREATED: frozenset({State.PREPARING}) | _END,
-    State.PREPARING: frozenset({State.LOADING, State.UNLOADED}) | _END,
+    State.PREPARING: frozenset({State.LOADING, State.UNLOADED, State.RUNNING}) | _END,
     State.LOADING: frozenset({State.RUNNING, State.HOLDING, State.UNLOADING, State.UNLOADED}) | _END,
     # A rank that dies is loaded again.
     State.RUNNING: frozenset({State.LOADING, State.HOLDING, State.HELD, State.UNLOADING, State.UNLOADED})

@@ -94,7 +94,7 @@ class Place:
         part = self._folder.supervisor.with_suffix(".part")
         part.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
         part.replace(self._folder.supervisor)
-        for path in (self.socket, self.readonly_socket):
+        for path in (self.socket, self.readonly_socket, self._folder.supervisor):
             self._owned[path] = _identity(path)
 
     def _clear_what_was_left(self) -> None:

@@ -88,6 +88,8 @@ class Server:
         await self._runner.setup()
         for place in (path, readonly_path):
             await web.UnixSite(self._runner, place).start()
+            # The folder keeps others out already. Not by umask, which the files of the output would get too.
+            place.chmod(0o600)
 
     async def finish(self) -> None:
         """Tells every console the last state, then closes all connections."""

@@ -13,6 +13,7 @@ FACTS = st.builds(
     Facts,
     is_prepared=st.booleans(),
     engine=st.sampled_from(EnginePhase),
+    is_done=st.booleans(),
     depth=DEPTHS,
     is_stopping=st.booleans(),
     is_failed=st.booleans(),
@@ -24,7 +25,7 @@ FACTS = st.builds(
 def test_a_paused_run_is_never_called_running(facts):
     state = lifecycle.derive(facts)
 
-    assert not (facts.depth is not None and state == State.RUNNING)
+    assert not (facts.depth is not None and not facts.is_done and state == State.RUNNING)
 
 
 @given(FACTS)
@@ -65,7 +66,18 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def prepared(self):
-        self._set(is_prepared=True)
+        if not self.facts.has_ended:
+            self._set(is_prepared=True)
+
+    @rule()
+    def done(self):
+        if self.facts.is_prepared and self.facts.engine in {EnginePhase.WORKING, EnginePhase.LEAVING}:
+            self._set(is_done=True)
+
+    @rule()
+    def was_done_already(self):
+        if not self.facts.is_prepared and not self.facts.has_ended:
+            self._set(is_prepared=True, is_done=True)
 
     @rule(depth=DEPTHS)
     def pause_or_resume(self, depth):
@@ -76,7 +88,9 @@ class Life(RuleBasedStateMachine):
         facts, now = self.facts, self.facts.engine
         # A process is started only when nothing pauses the run; whatever it does next, it may also be gone.
         if engine != EnginePhase.NONE and now == EnginePhase.NONE:
-            may_start = facts.is_prepared and facts.depth is None and not facts.is_stopping
+            may_start = (
+                facts.is_prepared and facts.depth is None and not facts.is_stopping and not facts.is_done
+            )
             engine = EnginePhase.LOADING if may_start and not facts.is_failed else EnginePhase.NONE
         if engine == EnginePhase.LOADING and now in {
             EnginePhase.WORKING,
