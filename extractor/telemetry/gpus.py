@@ -240,8 +240,9 @@ class GpuKeeper:
             if any(reader.failure is None for reader in self._readers):
                 self._num_failures, self._lost_since_utc = 0, None
             return self._interval_s
-        if self._readers and self._lost_since_utc is None:
-            self._lost_since_utc = self._clock.now_utc()
+        since_utc = [reader.lost_since_utc for reader in self._readers if reader.lost_since_utc is not None]
+        if self._lost_since_utc is None and since_utc:
+            self._lost_since_utc = min(since_utc)
         if self._clock.monotonic() < self._retry_due or not self._close():
             return self._interval_s
         return self._open()
