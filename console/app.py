@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import App
@@ -30,7 +31,6 @@ from extractor.protocol.states import Depth, State
 
 if TYPE_CHECKING:
     import datetime
-    from pathlib import Path
 
     from textual.events import Resize
 
@@ -61,7 +61,7 @@ class TapdeckApp(App[None], inherit_bindings=False):
         interval_s: in which the screen may change.
     """
 
-    CSS_PATH = "app.tcss"
+    CSS_PATH = Path(__file__).with_name("app.tcss")
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         *bindings(Place.EVERYWHERE),

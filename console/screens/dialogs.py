@@ -5,6 +5,7 @@ They ask and return an answer; they act on nothing. Escape always means: do noth
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from textual.binding import Binding
@@ -31,7 +32,7 @@ TEXT_COLUMNS = 70
 class Dialog(ModalScreen[Answer]):
     """A box over the screen. Answers None when the operator does nothing."""
 
-    CSS_PATH = "dialogs.tcss"
+    CSS_PATH = Path(__file__).with_name("dialogs.tcss")
     BINDINGS = [Binding("escape", "nothing", "do nothing")]  # noqa: RUF012 -- as Textual declares it
     AUTO_FOCUS = None
 

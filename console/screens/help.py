@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from textual.binding import Binding
@@ -26,7 +27,7 @@ MOST_FOUND = 12
 class HelpScreen(Dialog[None]):
     """All keys, with why some do nothing at present; signs."""
 
-    CSS_PATH = "dialogs.tcss"
+    CSS_PATH = Path(__file__).with_name("dialogs.tcss")
     BINDINGS = [  # noqa: RUF012 -- as Textual declares it
         Binding("question_mark,q,enter", "nothing", "close"),
         Binding("down,j", "scroll(1)", "down"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import BindingType  # noqa: TC002 -- Textual reads the annotation
@@ -42,7 +43,7 @@ FIRST_SOURCE = "supervisor"
 class LogScreen(RunScreen):
     """Events and logs."""
 
-    CSS_PATH = "log.tcss"
+    CSS_PATH = Path(__file__).with_name("log.tcss")
     BINDINGS: ClassVar[list[BindingType]] = bindings(Place.LOG)
     place = Place.LOG
 

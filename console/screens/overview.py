@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from textual.containers import Container
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class OverviewScreen(RunScreen):
     """State, progress, disk, GPUs, shards and events of one run."""
 
-    CSS_PATH = "overview.tcss"
+    CSS_PATH = Path(__file__).with_name("overview.tcss")
 
     def compose(self) -> ComposeResult:
         """The panels, in the order of importance: the narrow layout shows them so."""

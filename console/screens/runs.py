@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import BindingType  # noqa: TC002 -- Textual reads the annotation
@@ -21,8 +22,6 @@ from console.widgets.view import whole_duration
 from console.widgets.view_panel import ViewPanel
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from textual.app import ComposeResult
     from textual.events import Resize
 
@@ -37,7 +36,7 @@ NAME_CELLS = 30
 class RunsScreen(RunScreen):
     """One row per run."""
 
-    CSS_PATH = "runs.tcss"
+    CSS_PATH = Path(__file__).with_name("runs.tcss")
     BINDINGS: ClassVar[list[BindingType]] = bindings(Place.RUNS)
     place = Place.RUNS
 

@@ -76,7 +76,7 @@ class Started(msgspec.Struct, frozen=True):
 class StartScreen(RunScreen):
     """From a run.toml to a run."""
 
-    CSS_PATH = "start.tcss"
+    CSS_PATH = Path(__file__).with_name("start.tcss")
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "back", show=False),
         Binding("enter", "ask", "ask", show=False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from console import words
-from console.widgets.lines import Line, Role, Span, line
+from console.widgets.lines import Line, Role, Span, fitted, line
 from console.widgets.signs import bar
 from console.widgets.view import MISSED_INTERVALS, View, age_of, age_words, facts, title
 from extractor.protocol.api import Unavailable
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NARROW_GPUS = 8
 BAR_CELLS = 8
+NARROW_MODEL_CELLS = 30
 _BRANDS = ("NVIDIA ",)
 
 
@@ -37,7 +38,10 @@ def gpus(view: View, width: int) -> list[Line]:
             _host(view, telemetry.host),
             *_replicas(view, snapshot.replicas),
         ]
-    middle = line((_models(telemetry.gpus), "dim"), (_preset(view, snapshot), "dim"))
+    models = line((_models(telemetry.gpus), "dim"))
+    if not view.wide:
+        models = fitted(models, NARROW_MODEL_CELLS, more=view.signs.more)
+    middle = (*models, *line((_preset(view, snapshot), "dim")))
     shown = telemetry.gpus if view.wide else telemetry.gpus[:NARROW_GPUS]
     rows = [_gpu(view, gpu, telemetry) for gpu in shown]
     if len(shown) < len(telemetry.gpus):

@@ -14,7 +14,7 @@ from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 
-from console.widgets.lines import ROLES, Span, fitted, plain, visible
+from console.widgets.lines import ROLES, Span, fitted, plain, visible, width_of
 
 if TYPE_CHECKING:
     from rich.style import Style
@@ -65,9 +65,10 @@ class Panel(Widget):
         if len(old) != len(new):
             self.refresh(layout=True)
             return
-        changed = [y for y, (before, after) in enumerate(zip(old, new, strict=True)) if before != after]
-        if changed:
-            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+        for y, (before, after) in enumerate(zip(old, new, strict=True)):
+            if before != after:
+                # Only as far as there is or was text: blanks behind it are on the screen already.
+                self.refresh(Region(0, y, min(self.size.width, max(width_of(before), width_of(after))), 1))
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002 -- Textual's
         """One row per line."""

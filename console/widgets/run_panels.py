@@ -11,7 +11,7 @@ from console.widgets.view import Link, View, age_of, both_ends, facts, title, wh
 from extractor.protocol.states import State
 
 if TYPE_CHECKING:
-    from extractor.protocol.api import Progress, Rates, Snapshot
+    from extractor.protocol.api import Progress, Rates, Snapshot, StateInfo
 
 _STATE_ROLES: dict[State, Role] = {State.RUNNING: "good", State.FINISHED: "good", State.FAILED: "bad"}
 SPARK_CELLS = 30
@@ -75,8 +75,13 @@ def _reason(view: View) -> tuple[str, Role]:
     info = snapshot.state
     if info.state.is_terminal or info.state == State.RUNNING or not info.pauses:
         return info.why, "bad" if info.state == State.FAILED else ""
-    since = words.when_words(info.since_utc, now_utc=view.now_utc, zone=view.zone)
-    return f"{info.state} since {since}: {info.why}", "warn"
+    return f"{info.why}{_unsaid_pauses(view, info)}", "warn"
+
+
+def _unsaid_pauses(view: View, info: StateInfo) -> str:
+    """Who paused it and since when, for each pause in force."""
+    said = (words.pause_words(pause, now_utc=view.now_utc, zone=view.zone) for pause in info.pauses)
+    return "".join(f" [{one}]" for one in said)
 
 
 def _no_word(view: View) -> str:
@@ -119,7 +124,6 @@ def _counts(view: View, done: Progress) -> Line:
     return facts(
         view,
         f"{words.count_words(done.tokens_done)} / {words.count_words(done.tokens_total)} tokens",
-        (f"{done.shards_failed:,} shards failed", "bad") if done.shards_failed else "",
         (f"{done.quarantined:,} quarantined", "warn") if done.quarantined else "",
         f"{done.rejected:,} rejected" if done.rejected else "",
     )
@@ -157,7 +161,7 @@ def _finish(view: View, rates: Rates | None) -> Line:
         band = f" {view.signs.about}{_whole_minutes(half)}"
     left = _whole_minutes(rates.eta_s)
     if rates.finish_utc is None:
-        return line(("no finish while paused, ", "dim"), f"{left}{band} of work left")
+        return line(f"{left}{band} of work left")
     when = words.when_words(rates.finish_utc, now_utc=view.now_utc, zone=view.zone)
     return line("finish ", (when, "strong"), f"{band}", (f", {left} left" if view.wide else "", "dim"))
 

@@ -1,0 +1,54 @@
+"""The real console on the real terminal, over a feed that says something new every second.
+
+    python -m support.console_program [--interval S]
+
+For tests of the terminal and for the benchmark: everything but the supervisor is what operators run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+
+from console import terminal
+from console.app import TapdeckApp, run_app
+from console.feed import Heard
+from support import console_snapshots
+from support.fake_feed import FakeFeed
+
+
+class MovingFeed(FakeFeed):
+    """A run of 8 GPUs and 2,310 shards; all that moves has moved at each word."""
+
+    async def updates(self):
+        second = 0
+        while True:
+            yield Heard(console_snapshots.running(second))
+            await asyncio.sleep(self.interval_s)
+            second += max(1, round(self.interval_s))
+
+
+class CrashingApp(TapdeckApp):
+    """Fails on a key."""
+
+    def on_key(self, event) -> None:
+        if event.key == "x":
+            raise RuntimeError("crash asked for by a test")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--interval", type=float, default=1.0)
+    options = parser.parse_args()
+    refusal = terminal.refusal(os.environ, are_terminals=terminal.are_terminals())
+    if refusal:
+        sys.stderr.write(f"{refusal}\n")
+        return 2
+    app = CrashingApp(MovingFeed(interval_s=options.interval), interval_s=options.interval)
+    return run_app(app)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
