@@ -19,6 +19,7 @@ programs; `exit_code` is what the command line ends with (see `docs/architecture
     |-- EngineError        the engine ended the run                                          7
     |   |-- CaptureError       what SGLang returned is not what was asked for                7
     |   `-- ProofError         the start-up proof failed                                     7
+    |-- NvmlError          the GPU driver refused; never leaves the telemetry                -
     `-- BugError           cannot happen; please report                                      1
 """
 

@@ -89,6 +89,7 @@ class Worker:
                 settings=engine.runner.settings,
                 versions=sglang_compat.versions(),
                 buffer_bytes=engine.pool.num_bytes,
+                gpu_uuid=_gpu_uuid() if self._spec.device == "cuda" else None,
             )
         )
         return engine
@@ -163,6 +164,13 @@ class Worker:
         number = cause.errno if isinstance(cause, OSError) else None
         name = None if number is None else errno.errorcode.get(number)
         self._channel.send(protocol.ShardFailed(shard, f"{type(error).__name__}: {error}", name))
+
+
+def _gpu_uuid() -> str:
+    """The GPU of this process, by the name that NVML has for it."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def main(argv: list[str]) -> int:

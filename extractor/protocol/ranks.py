@@ -142,6 +142,7 @@ class Ready(Report, frozen=True):
         settings: the SGLang settings in force that matter, for dataset.json.
         versions: of python, torch, sglang and what else the states depend on.
         buffer_bytes: host memory of the buffer pool.
+        gpu_uuid: of the GPU that the rank computes on, as NVML names it; None on the CPU.
     """
 
     load_s: float
@@ -149,6 +150,7 @@ class Ready(Report, frozen=True):
     settings: dict[str, Any]
     versions: dict[str, str]
     buffer_bytes: int
+    gpu_uuid: str | None = None
 
 
 class ShardStarted(Report, frozen=True):

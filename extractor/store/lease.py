@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from extractor.errors import LeaseBusyError, LeaseError
-from extractor.store import atomic, names
 from extractor.processes import Machine, ProcessIdentity, RealMachine, is_alive, own_identity
+from extractor.store import atomic, names
 
 if TYPE_CHECKING:
     from pathlib import Path

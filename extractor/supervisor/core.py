@@ -161,6 +161,7 @@ class Supervisor:
         self._has_ended = False
         self._ready: protocol.Ready | None = None
         self._in_hand: dict[int, int] = {}
+        self._gpu_uuid: str | None = None
         self._blameless_deaths = 0
         self._not_before = 0.0
         self._beat_at = clock()
@@ -417,6 +418,8 @@ class Supervisor:
             return
         await engine.close()
         self.engine = None
+        if self._gpu_uuid is not None:
+            self.sampler.set_rank(self._gpu_uuid, None)
         self.peak_rss_bytes = max(self.peak_rss_bytes, engine.peak_rss_bytes)
         self._judge_end(engine, queue)
         for shard in queue.give_back(engine.replica.name):
@@ -516,6 +519,9 @@ class Supervisor:
                 self.load_s = report.load_s
                 self.note = ""
                 self.events.add(Event.READY, load_s=report.load_s)
+                if report.gpu_uuid is not None:
+                    self._gpu_uuid = report.gpu_uuid
+                    self.sampler.set_rank(report.gpu_uuid, "0.0")
             case protocol.ShardStarted():
                 self._set_cell(report.shard, RUNNING)
             case protocol.BatchDone():

@@ -148,7 +148,7 @@ class ForegroundRun:
                 )
             case protocol.Bye():
                 self._outcome.peak_rss_bytes = report.peak_rss_bytes
-            case protocol.Stage() | protocol.BatchDone():
+            case protocol.Stage() | protocol.ShardStarted() | protocol.BatchDone():
                 pass
             case _:
                 raise BugError(f"unknown report {report!r}")

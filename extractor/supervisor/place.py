@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel's limit is 107; a path that nearly reaches it is replaced by a short one."""
+SOCKET_PREFIX = "tapdeck-"
 LOCK_WAIT_S = 2.0
 """A supervisor that is just leaving, or one that lost the race, needs a moment."""
 
@@ -55,7 +56,7 @@ class Place:
         self._short: Path | None = None
         base = folder.path
         if len(os.fsencode(base / "supervisor-readonly.sock")) > MAX_SOCKET_PATH_BYTES:
-            self._short = base = Path(tempfile.mkdtemp(prefix="tapdeck-"))
+            self._short = base = make_socket_folder()
         self.socket = base / "supervisor.sock"
         self.readonly_socket = base / "supervisor-readonly.sock"
         self._clear_what_was_left()
@@ -73,7 +74,7 @@ class Place:
                 if _identity(path) == identity:
                     path.unlink()
         if self._short is not None:
-            shutil.rmtree(self._short, ignore_errors=True)
+            remove_socket_folder(self._short)
         os.close(self._fd)
 
     def announce(self) -> None:
@@ -98,6 +99,10 @@ class Place:
             self._owned[path] = _identity(path)
 
     def _clear_what_was_left(self) -> None:
+        # A supervisor that was killed may have had its sockets in a short folder of their own.
+        left = _record(self._folder)
+        if left is not None:
+            remove_socket_folder(Path(left.socket).parent)
         for path in (self.socket, self.readonly_socket, self._folder.supervisor):
             path.unlink(missing_ok=True)
 
@@ -124,12 +129,30 @@ def _lock(folder: RunFolder) -> int:
             return fd
 
 
-def _taken(folder: RunFolder) -> LeaseError:
+def make_socket_folder() -> Path:
+    """A folder with a short path for sockets, for this user alone."""
+    return Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX))
+
+
+def remove_socket_folder(folder: Path) -> None:
+    """Removes what `make_socket_folder` made, now or in a process that was killed; leaves everything else."""
+    is_ours = folder.name.startswith(SOCKET_PREFIX) and folder.parent == Path(tempfile.gettempdir())
+    if is_ours and not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _record(folder: RunFolder) -> api.SupervisorRecord | None:
     try:
-        record = msgspec.json.decode(folder.supervisor.read_bytes(), type=api.SupervisorRecord)
-        where = f"pid {record.pid} on {record.host}, socket {record.socket}"
+        return msgspec.json.decode(folder.supervisor.read_bytes(), type=api.SupervisorRecord)
     except (OSError, msgspec.DecodeError):
-        where = "it is just starting or ending"
+        return None
+
+
+def _taken(folder: RunFolder) -> LeaseError:
+    record = _record(folder)
+    where = "it is just starting or ending"
+    if record is not None:
+        where = f"pid {record.pid} on {record.host}, socket {record.socket}"
     return LeaseError(
         f"run {folder.name} is already running: {where}",
         remedy=f"tapdeck attach {folder.name}",

@@ -5,8 +5,6 @@ Owns the socket folder and the process, and ends both. It decides nothing about 
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -16,6 +14,7 @@ import zmq.asyncio
 
 from extractor import protocol
 from extractor.errors import EngineError
+from extractor.supervisor.place import make_socket_folder, remove_socket_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +50,7 @@ class Replica:
             keep_fds: descriptors the rank inherits.
         """
         # Socket paths are limited to 107 bytes, run folders are not.
-        self._socket_folder = Path(tempfile.mkdtemp(prefix="tapdeck-"))
+        self._socket_folder = make_socket_folder()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -64,6 +63,7 @@ class Replica:
         stem = f"replica-{spec.replica.partition('-')[0]}"
         self.log = run_folder / f"{stem}.log"
         spec_file = run_folder / f"{stem}.json"
+        _remove_what_was_left(spec_file)
         spec_file.write_bytes(msgspec.json.format(msgspec.json.encode(spec), indent=2))
         self._said_bye = False
         self._shadow: zmq.asyncio.Socket | None = None
@@ -84,7 +84,7 @@ class Replica:
             self._shadow.close()
         self._socket.close()
         self._context.term()
-        shutil.rmtree(self._socket_folder, ignore_errors=True)
+        remove_socket_folder(self._socket_folder)
 
     def send(self, request: AnyRequest) -> None:
         """Sends a request; the rank must have said Hello."""
@@ -137,6 +137,15 @@ class Replica:
         """The last lines of the rank's log."""
         lines = self.log.read_bytes().decode(errors="replace").splitlines()
         return "\n".join(f"  | {line}" for line in lines[-LOG_TAIL_LINES:])
+
+
+def _remove_what_was_left(spec_file: Path) -> None:
+    """The socket folder of a start before, whose supervisor was killed and could not remove it."""
+    try:
+        before = msgspec.json.decode(spec_file.read_bytes(), type=protocol.EngineSpec)
+    except (OSError, msgspec.DecodeError):
+        return
+    remove_socket_folder(Path(before.endpoint.removeprefix("ipc://")).parent)
 
 
 def _describe(code: int) -> str:

@@ -5,13 +5,18 @@ The fault is named by the environment variable TAPDECK_TEST_FAULT. Everything el
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
+from pathlib import Path
 
 from extractor.engine import worker
 from extractor.engine.capture import FlagAdapter, ListAdapter
 from extractor.engine.hostcopy import HostPool
 from extractor.store import faults
+
+FLAG = Path(os.environ.get("TAPDECK_TEST_FLAG", "/nonexistent"))
 
 
 def one_layer_early() -> None:
@@ -35,6 +40,40 @@ def input_output_error_once() -> None:
 def input_output_error_always() -> None:
     """No write of shard 1 ever succeeds."""
     _write_to(faults.fail_on("write_at", "/000001."))
+
+
+def disk_is_full_for_a_while() -> None:
+    """Nothing can be written while the file TAPDECK_TEST_FLAG is there, once the first shard is."""
+
+    def rule(call):
+        if call.name == "write_at" and "/000000." not in call.path and FLAG.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), call.path)
+
+    _write_to(rule)
+
+
+def dies_of_shard_1() -> None:
+    """Whoever computes shard 1 is killed, as by the out-of-memory killer or a broken kernel."""
+    work = worker.Worker._work
+
+    def begin(self, engine, shard):
+        if shard.index == 1:
+            HostPool.copy = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        work(self, engine, shard)
+
+    worker.Worker._work = begin
+
+
+def raises_in_shard_1() -> None:
+    """The computation of shard 1 raises, as CUDA does after an illegal memory access."""
+    work = worker.Worker._work
+
+    def begin(self, engine, shard):
+        if shard.index == 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        work(self, engine, shard)
+
+    worker.Worker._work = begin
 
 
 def _write_to(rule) -> None:

@@ -43,7 +43,9 @@ class Answer:
     body: Any
 
 
-def request(path: str, method: str, url: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
+def request(
+    path: str, method: str, url: str, body: Any = None, headers: dict[str, str] | None = None
+) -> Answer:
     """One HTTP request on a Unix socket."""
     connection = _UnixConnection(path)
     try:
