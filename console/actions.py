@@ -55,6 +55,7 @@ class ActionSpec:
         action: what the supervisor is asked for.
         place: where its key works.
         in_key_line: whether the key line names it.
+        also_on: a place whose key line names it as well.
     """
 
     id: str
@@ -68,6 +69,7 @@ class ActionSpec:
     other_keys: tuple[str, ...] = ()
     place: Place = Place.EVERYWHERE
     in_key_line: bool = True
+    also_on: Place | None = None
 
 
 ACTIONS: tuple[ActionSpec, ...] = (
@@ -95,7 +97,7 @@ ACTIONS: tuple[ActionSpec, ...] = (
         verb="stop",
         key="S",
         label="stop",
-        description="Stop the run after the shards in hand; asks first. `tapdeck start` goes on with it later.",
+        description="Stop the run after the shards in hand; asks first. `tapdeck start` takes it up again.",
         danger=Danger.CONFIRM,
         mutates=True,
         action=Action.STOP,
@@ -120,6 +122,7 @@ ACTIONS: tuple[ActionSpec, ...] = (
         danger=Danger.CONFIRM,
         mutates=True,
         in_key_line=False,
+        also_on=Place.RUNS,
     ),
     ActionSpec(
         id="runs", verb="list", key="0", label="runs", description="The list of runs; attach to another one."
@@ -169,6 +172,7 @@ ACTIONS: tuple[ActionSpec, ...] = (
         label="previous",
         description="Log: show the source before.",
         place=Place.LOG,
+        in_key_line=False,
     ),
     ActionSpec(
         id="log_follow",
@@ -207,6 +211,7 @@ ACTIONS: tuple[ActionSpec, ...] = (
         label="page up",
         description="Log: one page up.",
         place=Place.LOG,
+        in_key_line=False,
     ),
     ActionSpec(
         id="log_page_down",

@@ -8,8 +8,10 @@ terminal, guards the terminal's modes, and says in one line how things stand whe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,6 +26,7 @@ from console.known import Display, Known
 from console.screens.base import TALL_ROWS, WIDE_COLUMNS, RunScreen
 from console.screens.bindings import bindings
 from console.screens.overview import OverviewScreen
+from console.widgets.lines import visible
 from console.widgets.signs import ASCII, UNICODE, Signs
 from console.widgets.view import Link
 from extractor.errors import TapdeckError
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 1.0
 LOW_BANDWIDTH_INTERVAL_S = 2.0
+FAILED_RUN_CODE = 7
 THEME = "ansi-dark"
 """Speaks the terminal's own sixteen colours: fewer bytes, and the operator's choice of colours."""
 
@@ -165,6 +169,15 @@ class TapdeckApp(App[None], inherit_bindings=False):
         if self._loop_of_app is not None and not self._loop_of_app.is_closed():
             self._loop_of_app.call_soon_threadsafe(lambda: self.exit(return_code=code))
 
+    def _fatal_error(self) -> None:
+        """Textual's own would print all local variables; `run_app` prints a plain traceback afterwards."""
+        self._close_messages_no_wait()
+
+    @property
+    def error(self) -> Exception | None:
+        """The error of the console itself that ended it."""
+        return self._exception
+
     # Screens.
 
     def _go(self, screen: RunScreen) -> None:
@@ -270,8 +283,8 @@ class TapdeckApp(App[None], inherit_bindings=False):
             dialog = ConfirmDialog(
                 self.view,
                 question=f"Stop {self.view.name}?",
-                effect="It ends for everybody, after the shards in hand; nothing is lost. tapdeck start goes on "
-                "with it later. To leave the screen only, answer no and press q.",
+                effect="It ends for everybody, after the shards in hand. No finished work is lost; "
+                "tapdeck start takes it up again.",
                 yes="stop it",
             )
             self.push_screen(dialog, lambda answer: self._act("stop", revision, answer))
@@ -325,11 +338,6 @@ class TapdeckApp(App[None], inherit_bindings=False):
         return f"detached; the run continues: tapdeck attach {view.name}"
 
     @property
-    def is_broken(self) -> bool:
-        """Whether an error of the console itself ended it; Textual has printed it."""
-        return self._exception is not None
-
-    @property
     def has_failed(self) -> bool:
         """Whether the run that was shown is over and has failed."""
         view = self.view
@@ -373,19 +381,11 @@ def run_app(app: TapdeckApp) -> int:
     """Runs an app on this terminal, guarded, and says farewell. Returns the exit code."""
     with terminal.TerminalGuard(app.leave, lambda: app.return_code):
         app.run(mouse=False)
-    code = app.return_code or 0
-    if app.is_broken:
-        return 1
-    _say_farewell(app)
-    return 7 if code == 0 and app.has_failed else code
-
-
-def _say_farewell(app: TapdeckApp) -> None:
-    import contextlib
-
-    from console.widgets.lines import visible
-
+    if app.error is not None:
+        traceback.print_exception(app.error)
     # After a hang-up nobody is there to read it.
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.write(visible(app.farewell(), ascii_only=app.signs.ascii_only) + "\n")
         sys.stdout.flush()
+    code = app.return_code or 0
+    return FAILED_RUN_CODE if code == 0 and app.has_failed else code

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from textual.css.query import NoMatches
 from textual.screen import Screen
 
 from console.actions import Place
-from console.widgets.lines import Role, wrapped
+from console.widgets.lines import Role, Span, wrapped
 from console.widgets.panel import Panel
 from console.widgets.view_panel import ViewPanel
 
@@ -39,6 +38,7 @@ class RunScreen(Screen[None]):
         self.signs = signs
         self._view: View | None = None
         self._notice: tuple[str, Role] = ("", "")
+        self._is_open = False
 
     @property
     def view(self) -> View | None:
@@ -54,16 +54,20 @@ class RunScreen(Screen[None]):
     def show_notice(self, text: str, role: Role = "") -> None:
         """What became of the last thing that the operator did; stays until the next."""
         self._notice = (text, role)
-        try:
-            panel = self.query_one("#notice", Panel)
-        except NoMatches:
+        if not self._is_open:
             return
+        panel = self.query_one("#notice", Panel)
         width = max(20, self.app.size.width - 2)
         shown = wrapped(text, width, role=role, most=NOTICE_LINES, more=self.signs.more) if text else []
-        panel.show(shown)
+        panel.show([(Span(" "), *row) for row in shown])
 
     def on_mount(self) -> None:
         """Catches up with what it was told before."""
+        self._is_open = True
         if self._view is not None:
             self.show_view(self._view)
         self.show_notice(*self._notice)
+        self.opened()
+
+    def opened(self) -> None:
+        """What a screen does when it is there. Not `on_mount`: Textual calls that of every class."""

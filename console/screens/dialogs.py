@@ -48,6 +48,10 @@ class Dialog(ModalScreen[Answer]):
     def on_mount(self) -> None:
         """Draws its lines."""
         self.query_one("#text", Panel).show(self.lines())
+        self.opened()
+
+    def opened(self) -> None:
+        """What a dialog does when it is there. Not `on_mount`: Textual calls that of every class."""
 
     def lines(self) -> list[Line]:
         """What it says."""
@@ -169,9 +173,8 @@ class TypeNameDialog(Dialog[bool]):
             yield Input(id="name", select_on_focus=False)
             yield Panel(id="wrong", ascii_only=self.view.signs.ascii_only)
 
-    def on_mount(self) -> None:
+    def opened(self) -> None:
         """Takes the keys."""
-        super().on_mount()
         self.query_one(Input).focus()
 
     def lines(self) -> list[Line]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from console.widgets.view import View
 
-HELP_COLUMNS = 72
+HELP_COLUMNS = 70
 MOST_FOUND = 12
 
 
@@ -101,7 +101,7 @@ class PaletteScreen(Dialog[str]):
             yield Input(id="query", placeholder="words of an action")
             yield Panel(id="text", ascii_only=self.view.signs.ascii_only)
 
-    def on_mount(self) -> None:
+    def opened(self) -> None:
         """Takes the keys, lists everything."""
         self.query_one(Input).focus()
         self._find("")

@@ -70,9 +70,8 @@ class LogScreen(RunScreen):
             lambda view, width: key_line(view, width, Place.LOG), id="keys", ascii_only=ascii_only
         )
 
-    def on_mount(self) -> None:
+    def opened(self) -> None:
         """Begins to read."""
-        super().on_mount()
         self._read_anew()
 
     def show_view(self, view: View) -> None:
@@ -129,11 +128,11 @@ class LogScreen(RunScreen):
 
     def _redraw(self) -> None:
         self._draw_sources()
-        if self.view is not None and self.is_mounted:
+        if self.view is not None and self._is_open:
             self.query_one("#lines", FilledPanel).show_view(self.view)
 
     def _draw_sources(self) -> None:
-        if not self.is_mounted:
+        if not self._is_open:
             return
         names = [Span(f" {name} ", "reverse" if name == self._source else "dim") for name in self._sources]
         total = len(self._events) if self._source == EVENTS else self._num_read

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from console.widgets.view import View
 
 LOOK_EVERY_S = 5.0
-NAME_CELLS = 30
+NAME_CELLS = 28
 
 
 class RunsScreen(RunScreen):
@@ -62,9 +62,8 @@ class RunsScreen(RunScreen):
             lambda view, width: key_line(view, width, Place.RUNS), id="keys", ascii_only=ascii_only
         )
 
-    def on_mount(self) -> None:
+    def opened(self) -> None:
         """Begins to look."""
-        super().on_mount()
         self._draw()
         self.run_worker(self._look(), group="runs", exclusive=True)
 
@@ -93,7 +92,7 @@ class RunsScreen(RunScreen):
 
     def _draw(self) -> None:
         view = self.view
-        if not self.is_mounted or view is None:
+        if not self._is_open or view is None:
             return
         count = (
             ""
@@ -145,7 +144,7 @@ class RunsScreen(RunScreen):
         return (
             cursor,
             *name,
-            Span(f"{state:<24}", state_role(info.state) if row.is_live or info.state.is_terminal else "warn"),
+            Span(f"{state:<28}", state_role(info.state) if row.is_live or info.state.is_terminal else "warn"),
             Span(f"{share:>8}"),
             Span(f"{age:>12}", "good" if row.is_live else "dim"),
             Span(where, "dim"),

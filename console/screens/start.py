@@ -110,9 +110,8 @@ class StartScreen(RunScreen):
         yield Panel(id="notice", ascii_only=ascii_only)
         yield Panel(id="keys", ascii_only=ascii_only)
 
-    def on_mount(self) -> None:
+    def opened(self) -> None:
         """Takes the keys."""
-        super().on_mount()
         self.query_one("#title", Panel).show([line((" tapdeck  ", "dim"), ("start a run", "strong"))])
         self.query_one(Input).focus()
         self._draw()
@@ -196,7 +195,7 @@ class StartScreen(RunScreen):
     # Drawing.
 
     def _draw(self) -> None:
-        if not self.is_mounted:
+        if not self._is_open:
             return
         width = max(20, self.app.size.width - 2)
         told = [line((f" {text}", "dim")) for text in self._told]

@@ -17,9 +17,9 @@ def key_line(view: View, width: int, place: Place = Place.EVERYWHERE) -> list[Li
     specs = [spec for spec in ACTIONS if spec.in_key_line and spec.place in {Place.EVERYWHERE, place}]
     if place != Place.EVERYWHERE:
         # Its own keys first; what acts on the run is on the overview's line.
-        specs = sorted(
-            (spec for spec in specs if not spec.mutates), key=lambda spec: spec.place == Place.EVERYWHERE
-        )
+        own = [spec for spec in ACTIONS if spec.in_key_line and spec.place == place]
+        also = [spec for spec in ACTIONS if spec.also_on == place]
+        specs = [*own, *also, *(spec for spec in specs if spec.place != place and not spec.mutates)]
     roomy = _keys(view, specs, "  ")
     return [roomy if _width(roomy) <= width else _keys(view, specs, " ")]
 

@@ -58,10 +58,10 @@ def measure(case: Case, seconds: float) -> Result:
         for key, value in os.environ.items()
         if key not in {"NO_COLOR", "COLORTERM", "TAPDECK_ASCII"}
     }
-    environ |= {"TERM": "xterm-256color", "PYTHONPATH": str(TESTS), "LANG": "C.UTF-8"}
+    environ |= {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
     begin = time.monotonic()
     process = ptyprocess.PtyProcess.spawn(
-        [sys.executable, "-m", "support.console_program", "--interval", f"{case.interval_s:g}"],
+        [sys.executable, "-m", "tests.support.console_program", "--interval", f"{case.interval_s:g}"],
         dimensions=(case.rows, case.columns),
         env=environ,
         cwd=str(TESTS.parent),

@@ -1,6 +1,6 @@
 """The real console on the real terminal, over a feed that says something new every second.
 
-    python -m support.console_program [--interval S]
+    python -m tests.support.console_program [--interval S]
 
 For tests of the terminal and for the benchmark: everything but the supervisor is what operators run.
 """
@@ -15,8 +15,8 @@ import sys
 from console import terminal
 from console.app import TapdeckApp, run_app
 from console.feed import Heard
-from support import console_snapshots
-from support.fake_feed import FakeFeed
+from tests.support import console_snapshots
+from tests.support.fake_feed import FakeFeed
 
 
 class MovingFeed(FakeFeed):

@@ -9,7 +9,7 @@ from console.feed import Update
 from extractor.errors import NoRunError, TapdeckError
 from extractor.protocol import api
 from extractor.protocol.states import Action, Depth, State
-from support.console_snapshots import NAME
+from tests.support.console_snapshots import NAME
 
 
 @dataclass
