@@ -7,6 +7,7 @@ wait for torch. This is the only place that turns errors into exit codes.
 from __future__ import annotations
 
 import io
+import os
 import sys
 import traceback
 from importlib import metadata
@@ -50,7 +51,16 @@ def demo(
     """The whole job on this machine, no GPU needed: a real small model, real text, real SGLang, verified."""
     from extractor.commands import demo as command
 
-    _end(command.run(folder=folder, num_samples=samples, headless=headless, out=_output(as_json=as_json)))
+    out = _output(as_json=as_json)
+    if headless or as_json or not _is_capable_terminal():
+        _end(command.run(folder=folder, num_samples=samples, out=out))
+        return
+    from console.app import run_console
+    from extractor.folders import find_run
+
+    demo = command.set_up(folder=folder, num_samples=samples, out=out)
+    code = run_console(find_run(command.start(demo, out)))
+    _end(code or command.check(demo, out))
 
 
 @app.command()
@@ -211,6 +221,11 @@ def main() -> None:
         traceback.print_exc()
         typer.echo("tapdeck: this should not have happened; please report the lines above", err=True)
         sys.exit(1)
+
+
+def _is_capable_terminal() -> bool:
+    """Whether the console can be shown: both ends are a terminal that can move its cursor."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _output(*, as_json: bool) -> Any:
