@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.screen import Screen
 
 from console.actions import Place
-from console.widgets.lines import Role, Span, wrapped
+from console.widgets.lines import Line, Role, Span, wrapped
 from console.widgets.panel import Panel
 from console.widgets.view_panel import ViewPanel
 
@@ -51,15 +51,18 @@ class RunScreen(Screen[None]):
         for panel in self.query(ViewPanel):
             panel.show_view(view)
 
+    def draw(self, panel_id: str, lines: list[Line]) -> None:
+        """Shows lines in a panel. Nothing before the screen is open, and while its panels are taken down."""
+        if self._is_open:
+            for panel in self.query(f"#{panel_id}").results(Panel):
+                panel.show(lines)
+
     def show_notice(self, text: str, role: Role = "") -> None:
         """What became of the last thing that the operator did; stays until the next."""
         self._notice = (text, role)
-        if not self._is_open:
-            return
-        panel = self.query_one("#notice", Panel)
         width = max(20, self.app.size.width - 2)
         shown = wrapped(text, width, role=role, most=NOTICE_LINES, more=self.signs.more) if text else []
-        panel.show([(Span(" "), *row) for row in shown])
+        self.draw("notice", [(Span(" "), *row) for row in shown])
 
     def on_mount(self) -> None:
         """Catches up with what it was told before."""

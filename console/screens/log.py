@@ -128,12 +128,11 @@ class LogScreen(RunScreen):
 
     def _redraw(self) -> None:
         self._draw_sources()
-        if self.view is not None and self._is_open:
-            self.query_one("#lines", FilledPanel).show_view(self.view)
+        if self.view is not None:
+            for panel in self.query(FilledPanel):
+                panel.show_view(self.view)
 
     def _draw_sources(self) -> None:
-        if not self._is_open:
-            return
         names = [Span(f" {name} ", "reverse" if name == self._source else "dim") for name in self._sources]
         total = len(self._events) if self._source == EVENTS else self._num_read
         shown = (
@@ -141,7 +140,7 @@ class LogScreen(RunScreen):
         )
         where = f"{self._below:,} more below; f follows" if self._below else "following"
         state = Span(f"   {self._trouble or where}", "warn" if self._trouble or self._below else "dim")
-        self.query_one("#sources", Panel).show([line(" ", *names, (f"   {shown}", "dim"), state)])
+        self.draw("sources", [line(" ", *names, (f"   {shown}", "dim"), state)])
 
     def _draw_lines(self, view: View, width: int, height: int) -> list[Line]:
         """The lines that end above what is hidden below; long ones over several rows."""

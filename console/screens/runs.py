@@ -99,10 +99,8 @@ class RunsScreen(RunScreen):
             if self._rows is None
             else f"{sum(row.is_live for row in self._rows)} live of {len(self._rows)}"
         )
-        self.query_one("#title", Panel).show(
-            [line((" tapdeck  ", "dim"), ("runs", "strong"), (f"   {count}", "dim"))]
-        )
-        self.query_one("#runs", Panel).show(self._lines(view))
+        self.draw("title", [line((" tapdeck  ", "dim"), ("runs", "strong"), (f"   {count}", "dim"))])
+        self.draw("runs", self._lines(view))
 
     def _lines(self, view: View) -> list[Line]:
         if self._rows is None:

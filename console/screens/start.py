@@ -112,7 +112,7 @@ class StartScreen(RunScreen):
 
     def opened(self) -> None:
         """Takes the keys."""
-        self.query_one("#title", Panel).show([line((" tapdeck  ", "dim"), ("start a run", "strong"))])
+        self.draw("title", [line((" tapdeck  ", "dim"), ("start a run", "strong"))])
         self.query_one(Input).focus()
         self._draw()
 
@@ -204,9 +204,9 @@ class StartScreen(RunScreen):
             for text in self._refusal
             for row in wrapped(text, width, role="bad", most=20, more=self.signs.more)
         ]
-        self.query_one("#told", Panel).show(refused or told)
-        self.query_one("#estimate", Panel).show(estimate_lines(self._estimate, width, self.signs))
-        self.query_one("#keys", Panel).show([self._keys()])
+        self.draw("told", refused or told)
+        self.draw("estimate", estimate_lines(self._estimate, width, self.signs))
+        self.draw("keys", [self._keys()])
 
     def _keys(self) -> Line:
         if self._estimate is not None:

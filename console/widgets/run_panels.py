@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _STATE_ROLES: dict[State, Role] = {State.RUNNING: "good", State.FINISHED: "good", State.FAILED: "bad"}
 SPARK_CELLS = 30
+ROOMY = 64
+"""Below so many columns the header is the name and the state."""
 
 
 def state_role(state: State) -> Role:
@@ -24,12 +26,12 @@ def state_role(state: State) -> Role:
 
 def header(view: View, width: int) -> list[Line]:
     """Name, state, for how long; host and who is attached."""
-    left = line((" tapdeck  ", "dim"), (view.name, "strong"))
+    left = line((" tapdeck  " if width >= ROOMY else " ", "dim"), (view.name, "strong"))
     snapshot = view.snapshot
     if snapshot is None:
         return [(*left, *line((view.signs.dot, "dim"), ("no word yet", "busy")))]
     state = _state(view, snapshot)
-    right = _attached(view, snapshot)
+    right = _attached(view, snapshot) if width >= ROOMY else ()
     # The name may be cut, the state never.
     left = fitted(left, width - width_of(state) - width_of(right) - 1, more=view.signs.more)
     return [both_ends(view, (*left, *state), right, width)]
@@ -111,12 +113,11 @@ def progress(view: View, width: int) -> list[Line]:
     if view.wide:
         pace = [(Span(" "), *_pace(view, snapshot)), _spark_and_finish(view, snapshot.rates, finish, width)]
         return [*head, bar_line, (Span(" "), *_counts(view, done)), *pace]
+    spark = _spark(view, snapshot.rates, max(0, min(SPARK_CELLS, width - 44)))
     return [
         both_ends(view, bar_line, (*finish, Span(" ")), width),
         (Span(" "), *_counts(view, done)),
-        both_ends(
-            view, (Span(" "), *_pace(view, snapshot)), _spark(view, snapshot.rates, SPARK_CELLS), width
-        ),
+        both_ends(view, (Span(" "), *_pace(view, snapshot)), spark, width),
     ]
 
 
