@@ -83,7 +83,8 @@ class TapdeckApp(App[None], inherit_bindings=False):
         zone: datetime.tzinfo | None = None,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        super().__init__()
+        # Said here as well as by the theme: Textual chooses its filters for NO_COLOR before it has the theme.
+        super().__init__(ansi_color=True)
         self.theme = THEME
         self.animation_level = "none"
         self.desk = desk
@@ -360,10 +361,9 @@ def run_console(run: RunFolder | None, *, read_only: bool = False, low_bandwidth
         0 after leaving, 7 when the run shown is over and has failed, 1 after an error of the console, 2 when
         this is no terminal that it can draw on, 128+n after a signal.
     """
-    refusal = terminal.refusal(os.environ, are_terminals=terminal.are_terminals())
+    refusal = terminal_refusal(run.name if run else "RUN")
     if refusal is not None:
-        name = run.name if run else "RUN"
-        sys.stderr.write(f"{refusal}.\n  What to do: tapdeck status {name} --watch prints plain text\n")
+        sys.stderr.write(refusal)
         return 2
     from console.desk import RealDesk
 
@@ -375,6 +375,12 @@ def run_console(run: RunFolder | None, *, read_only: bool = False, low_bandwidth
         interval_s=interval_s,
     )
     return run_app(app)
+
+
+def terminal_refusal(name: str) -> str | None:
+    """What to print instead of a screen, where there is no terminal for one; None where there is."""
+    refusal = terminal.refusal(os.environ, are_terminals=terminal.are_terminals())
+    return refusal and f"{refusal}\n  What to do: tapdeck status {name} --watch prints plain text\n"
 
 
 def run_app(app: TapdeckApp) -> int:

@@ -30,6 +30,9 @@ END_GRACE_S = 4.0
 HANGUP_GRACE_S = 0.3
 """The same when nobody is there to see it; Textual's reader spins meanwhile."""
 LOOK_EVERY_S = 0.5
+RESTORE_ATTEMPTS = 100
+TEXTUAL_WRITER = "textual-output"
+"""Name of the thread in which Textual writes (`textual/drivers/_writer_thread.py`, 8.2.8)."""
 # Mouse, focus and paste reports off, line wrap on, keyboard protocol popped, alternate screen left, cursor shown.
 RESTORE = b"".join(
     b"\x1b[" + mode
@@ -94,7 +97,8 @@ class TerminalGuard:
         self._modes: list[Any] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         self._done = threading.Event()
-        self._code = 0
+        self._code: int | None = None
+        """What the process is to end with, once that has been asked for."""
 
     def __enter__(self) -> Self:
         """Remembers the modes, installs handlers, begins to watch."""
@@ -126,26 +130,44 @@ class TerminalGuard:
             # With no event asked for, poll reports hang-up and error alone; it sleeps while all is well.
             is_gone = bool(hangups.poll(int(LOOK_EVERY_S * 1000))) or not os.isatty(self._fd)
             if is_gone:
-                self._code = self._code or 128 + signal.SIGHUP
-                self._leave(self._code)
+                self._code = code = self._code or 128 + signal.SIGHUP
+                self._leave(code)
                 if not self._done.wait(HANGUP_GRACE_S):
-                    os._exit(self._code)
-            code = self._leaving()
-            if deadline is None and code is not None:
-                self._code = self._code or code
-                deadline = time.monotonic() + END_GRACE_S
-            if deadline is not None and time.monotonic() > deadline:
-                self._end_hard()
+                    os._exit(code)
+            # A signal counts at once: an app that is blocked in a write does not hear of it.
+            self._code = self._leaving() if self._code is None else self._code
+            if self._code is not None:
+                deadline = deadline or time.monotonic() + END_GRACE_S
+                if time.monotonic() > deadline:
+                    self._end_hard(self._code)
 
-    def _end_hard(self) -> None:
+    def _end_hard(self, code: int) -> None:
         """Ends the process although the app does not end: the terminal takes no output, as a rule."""
         self._restore_modes()
         with contextlib.suppress(OSError, termios.error):
             # A description of our own: O_NONBLOCK on the shared one would change the shell's as well.
             own = os.open(os.ttyname(self._fd), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-            termios.tcflush(own, termios.TCOFLUSH)
-            os.write(own, RESTORE)
-        os._exit(self._code)
+            self._turn_writer_away()
+            for _ in range(RESTORE_ATTEMPTS):
+                # What waits to be sent is dropped, or there would be no room.
+                termios.tcflush(own, termios.TCOFLUSH)
+                with contextlib.suppress(BlockingIOError):
+                    if os.write(own, RESTORE) == len(RESTORE):
+                        break
+                self._done.wait(0.01)
+        os._exit(code)
+
+    def _turn_writer_away(self) -> None:
+        """Frees the terminal of Textual's blocked writer, which holds the kernel's lock for writes to it.
+
+        Its stream leads to nowhere from now on, and a signal to its thread ends the write that it is in; Python
+        then repeats the write, on what the stream is now.
+        """
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.__stderr__.fileno() if sys.__stderr__ else 2)
+        for thread in threading.enumerate():
+            if thread.name == TEXTUAL_WRITER and thread.ident is not None:
+                signal.pthread_kill(thread.ident, signal.SIGTERM)
 
     def _restore_modes(self) -> None:
         if self._modes is not None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 
-from console import terminal
-from console.app import TapdeckApp, run_app
+from console.app import TapdeckApp, run_app, terminal_refusal
 from console.feed import Heard
 from tests.support import console_snapshots
 from tests.support.fake_feed import FakeFeed
@@ -42,9 +40,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--interval", type=float, default=1.0)
     options = parser.parse_args()
-    refusal = terminal.refusal(os.environ, are_terminals=terminal.are_terminals())
-    if refusal:
-        sys.stderr.write(f"{refusal}\n")
+    refusal = terminal_refusal("RUN")
+    if refusal is not None:
+        sys.stderr.write(refusal)
         return 2
     app = CrashingApp(MovingFeed(interval_s=options.interval), interval_s=options.interval)
     return run_app(app)

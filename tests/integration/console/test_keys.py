@@ -150,7 +150,9 @@ async def test_a_conflict_says_what_the_supervisor_says():
     async with running_app(app) as pilot:
         await pilot.press("S")
         await pilot.press("y")
-        await until(pilot, lambda: "stop was not done: ops2 paused it a second ago look again" in screen_text(app))
+        await until(
+            pilot, lambda: "stop was not done: ops2 paused it a second ago look again" in screen_text(app)
+        )
         assert "RUNNING" in screen_text(app)
 
 

@@ -27,7 +27,9 @@ LINES = (
 
 def drawn(app) -> str:
     """What is really on the screen, row by row."""
-    return "\n".join("".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips())
+    return "\n".join(
+        "".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()
+    )
 
 
 def hostile(text: str) -> api.Snapshot:

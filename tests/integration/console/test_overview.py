@@ -158,7 +158,9 @@ async def test_a_lost_supervisor_is_told_with_its_pid_and_comes_back_by_itself(i
         await until(pilot, lambda: "RUNNING" in screen_text(app))
         clock.move(14)
         feed.say(Lost("it does not answer", pid=4411, is_alive=is_alive))
-        await until(pilot, lambda: f"? STALE 14 s: no word from the supervisor (pid 4411 {word})" in screen_text(app))
+        await until(
+            pilot, lambda: f"? STALE 14 s: no word from the supervisor (pid 4411 {word})" in screen_text(app)
+        )
         feed.say(Heard(snapshots.running(15)))
         await until(pilot, lambda: "STALE" not in screen_text(app))
 

@@ -20,7 +20,14 @@ async def test_the_list_tells_state_progress_and_age(size):
     async with running_app(app, size) as pilot:
         await until(pilot, lambda: "2 live of 4" in screen_text(app))
         text = screen_text(app)
-    for fact in ("● RUNNING", "41.3 %", "live", "✖ FAILED", "? no supervisor, was running", "nothing known yet"):
+    for fact in (
+        "● RUNNING",
+        "41.3 %",
+        "live",
+        "✖ FAILED",
+        "? no supervisor, was running",
+        "nothing known yet",
+    ):
         assert fact in text
 
 
