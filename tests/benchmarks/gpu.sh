@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# On a CUDA machine with SGLang: parity of real and random models against transformers, then throughput.
-# usage: gpu.sh PARITY|SPEED WORK [GGUF]    WORK: a folder on the disk to be measured; GGUF: the demo's model file
+# On a CUDA machine with SGLang: parity of real and random models against transformers, throughput, and a run
+# under its supervisor.
+# usage: gpu.sh PARITY|SPEED|SUPERVISED WORK [GGUF]    WORK: a folder on the disk to be measured; GGUF: the demo's model file
 # Prints tables; exits non-zero when a comparison fails.
 set -uo pipefail
 part=$1 work=$2 gguf=${3:-}
@@ -34,6 +35,9 @@ if [ "$part" = PARITY ]; then
   fi
   parity qwen3 "$work/qwen3" "$work/letters.jsonl" triton bfloat16 "0, 2, 4"
   parity qwen3-moe "$work/qwen3-moe" "$work/letters.jsonl" triton bfloat16 "0, 2, 4"
+elif [ "$part" = SUPERVISED ]; then
+  [ -d "$work/qwen3" ] || python3 "$here/tests/benchmarks/gpu_models.py" "$work" || exit 1
+  (cd "$here" && python3 -m tests.benchmarks.gpu_supervised "$work" triton) || failed=1
 else
   python3 "$here/tests/benchmarks/throughput.py" --device cuda --shape qwen3-8b --backend fa3 --samples 576 \
     --max-tokens 8192 --rounds 3 --transformers 48 --dir "$work" || failed=1
