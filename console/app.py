@@ -65,6 +65,7 @@ class TapdeckApp(App[None], inherit_bindings=False):
         interval_s: in which the screen may change.
     """
 
+    TITLE = "tapdeck"
     CSS_PATH = Path(__file__).with_name("app.tcss")
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [

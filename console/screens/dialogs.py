@@ -14,6 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from console import words
+from console.widgets.field import Field
 from console.widgets.lines import Line, Role, Span, line, wrapped
 from console.widgets.panel import Panel
 from extractor.protocol.api import Unavailable
@@ -170,7 +171,7 @@ class TypeNameDialog(Dialog[bool]):
         """Lines, the field, and what was wrong with what was typed."""
         with Vertical(classes="box"):
             yield Panel(id="text", ascii_only=self.view.signs.ascii_only)
-            yield Input(id="name", select_on_focus=False)
+            yield Field(id="name")
             yield Panel(id="wrong", ascii_only=self.view.signs.ascii_only)
 
     def opened(self) -> None:

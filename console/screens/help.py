@@ -11,6 +11,7 @@ from textual.widgets import Input
 
 from console.actions import ACTIONS, ActionSpec, Place, unavailable
 from console.screens.dialogs import Dialog
+from console.widgets.field import Field
 from console.widgets.lines import Line, Span, line, wrapped
 from console.widgets.panel import Panel
 from console.widgets.signs import CELL_ROLES, CELL_WORDS
@@ -98,7 +99,7 @@ class PaletteScreen(Dialog[str]):
     def compose(self) -> ComposeResult:
         """A field and what it finds."""
         with Vertical(classes="box"):
-            yield Input(id="query", placeholder="words of an action")
+            yield Field(id="query", placeholder="words of an action")
             yield Panel(id="text", ascii_only=self.view.signs.ascii_only)
 
     def opened(self) -> None:

@@ -19,6 +19,7 @@ from textual.widgets import Input
 from console import words
 from console.screens.base import RunScreen
 from console.screens.dialogs import ConfirmDialog
+from console.widgets.field import Field
 from console.widgets.lines import Line, Role, Span, line, wrapped
 from console.widgets.panel import Panel
 
@@ -104,7 +105,7 @@ class StartScreen(RunScreen):
         """Title, path, what the commands say, the estimate, keys."""
         ascii_only = self.signs.ascii_only
         yield Panel(id="title", ascii_only=ascii_only)
-        yield Input(self._path, id="path", placeholder="path of a run.toml", select_on_focus=False)
+        yield Field(self._path, id="path", placeholder="path of a run.toml")
         yield Panel(id="told", ascii_only=ascii_only)
         yield Panel(id="estimate", ascii_only=ascii_only)
         yield Panel(id="notice", ascii_only=ascii_only)

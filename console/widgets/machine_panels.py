@@ -208,4 +208,4 @@ def _full(found: Disk) -> str:
     reserve = f"reserve {words.bytes_words(found.reserve_bytes)}: holds there"
     if found.full_in_s is None:
         return reserve
-    return f"at this rate full in {words.duration_words(found.full_in_s)}; {reserve}"
+    return f"full in {words.duration_words(found.full_in_s)} at this rate; {reserve}"

@@ -57,9 +57,9 @@ def _attached(view: View, snapshot: Snapshot) -> Line:
 
 
 def reason(view: View, width: int) -> list[Line]:
-    """Why the run is in its state, or why nothing is known of it; at most three lines."""
+    """Why the run is in its state, or why nothing is known of it; at most four lines."""
     text, role = _reason(view)
-    most = 4 if view.wide else 3
+    most = 4 if view.wide or view.is_stale else 3
     return [(Span(" "), *one) for one in wrapped(text, width - 2, role=role, most=most, more=view.signs.more)]
 
 
@@ -82,6 +82,11 @@ def _reason(view: View) -> tuple[str, Role]:
 
 def _unsaid_pauses(view: View, info: StateInfo) -> str:
     """Who paused it and since when, for each pause in force."""
+    if len(info.pauses) == 1 and any(
+        said and said in info.why for said in (info.pauses[0].by, info.pauses[0].note)
+    ):
+        since = words.when_words(info.pauses[0].since_utc, now_utc=view.now_utc, zone=view.zone)
+        return f" (since {since})"
     said = (words.pause_words(pause, now_utc=view.now_utc, zone=view.zone) for pause in info.pauses)
     return "".join(f" [{one}]" for one in said)
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from console.widgets.lines import Line, Role, Span, apart, fitted, line, width_of
-from console.words import duration_words
+from console.words import duration_words, when_words
 
 if TYPE_CHECKING:
     import datetime
@@ -84,15 +84,18 @@ def whole_duration(seconds: float) -> str:
 
 
 def age_of(view: View, sampled_utc: float | None = None, interval_s: float | None = None) -> Span:
-    """The age of a panel's data, STALE after three missed intervals; nothing for an ended run.
+    """The age of a panel's data, STALE after three missed intervals; of an ended run, the time it was read.
 
     Args:
         view: the present.
         sampled_utc: when the data was read; None: when the supervisor last spoke.
         interval_s: in which it is read; None: in which the supervisor speaks.
     """
-    if view.snapshot is None or view.link == Link.ENDED:
+    if view.snapshot is None:
         return Span("")
+    if view.link == Link.ENDED:
+        read = when_words(sampled_utc or view.snapshot.time_utc, now_utc=view.now_utc, zone=view.zone)
+        return Span(f"as it was {read}", "dim")
     age_s = view.silent_s if sampled_utc is None else view.now_utc - sampled_utc
     limit_s = MISSED_INTERVALS * (interval_s or view.interval_s)
     if view.is_stale or age_s > limit_s:
