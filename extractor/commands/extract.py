@@ -24,7 +24,7 @@ from extractor.commands.conclude import conclude
 from extractor.commands.progress import RunProgress
 from extractor.errors import BugError, EngineError, LeaseBusyError
 from extractor.protocol import Ready
-from extractor.store import lease, manifest, scan
+from extractor.store import lease, listing, manifest
 from extractor.supervisor.environment import worker_environment
 from extractor.supervisor.events import Event, EventLog
 from extractor.supervisor.foreground import ForegroundRun, Outcome
@@ -119,7 +119,7 @@ def extract(
     held = _acquire(job.output, run_folder.name, out)
     try:
         # Again, now that nobody else writes: a worker may have committed a shard since.
-        scan.clean_parts(job.output)
+        listing.clean_parts(job.output)
         found = jobs.scan_output(job)
         for line in jobs.describe_damages(found):
             out.note(line)

@@ -23,7 +23,7 @@ from extractor.dataset.prepared import PreparedDataset
 from extractor.errors import BugError, TapdeckError
 from extractor.folders import RunFolder
 from extractor.plan import plan_shards
-from extractor.store import scan
+from extractor.store import listing
 from extractor.supervisor import prepared_run
 from extractor.supervisor.prepared_run import (
     Concluded,
@@ -66,7 +66,7 @@ def prepare(folder: RunFolder, out: _Messages) -> None:
     """
     job = jobs.make(configs.load(folder.config), out=out, show_taps=False)
     jobs.require_same_data_set(job)
-    scan.clean_parts(job.output)
+    listing.clean_parts(job.output)
     found = jobs.scan_output(job)
     jobs.check_disk(job, found)
     records = found.done.values()

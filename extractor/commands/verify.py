@@ -22,8 +22,8 @@ from extractor import checkpoint
 from extractor.errors import ConfigError, PreflightError, StoreError
 from extractor.store import manifest as manifests
 from extractor.store import names
+from extractor.store.listing import shard_indices
 from extractor.store.record import read_record
-from extractor.store.scan import shard_indices
 from extractor.store.verify import VerifyReport, check
 from extractor.taps import TapSelection
 

@@ -28,7 +28,7 @@ STATES_KEY = "states"
 """Name of the tensor in a tap file."""
 
 _SHARD = re.compile(r"^(\d{6,})$")
-_PART = re.compile(r"^\d{6,}\.part-[A-Za-z0-9_.-]+$")
+_PART = re.compile(r"^\d{6,}\.part-([A-Za-z0-9_-]+)[A-Za-z0-9_.-]*$")
 
 
 def shard_folder(output: Path, index: int) -> Path:
@@ -65,6 +65,12 @@ def shard_index(name: str) -> int | None:
 def is_part(name: str) -> bool:
     """Whether `name` is a folder that a shard in the making left behind."""
     return _PART.match(name) is not None
+
+
+def part_replica(name: str) -> str | None:
+    """The replica that left the folder `name` behind; None for any other name."""
+    match = _PART.match(name)
+    return None if match is None else match[1]
 
 
 def tap_file(tap: str) -> str:

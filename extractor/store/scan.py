@@ -1,14 +1,11 @@
 """What of a plan is on the disk already: the truth that a resume starts from.
 
-Reads folders; `clean_parts` is the only thing here that removes anything, and only leftovers. Invariants:
-nothing counts as done by its name alone; a damaged shard is never touched here, it is replaced when its
-successor is complete (`extractor.store.folder`).
+Reads only. Invariants: nothing counts as done by its name alone; a damaged shard is never touched here, it is
+replaced when its successor is complete (`extractor.store.folder`).
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +13,7 @@ import msgspec
 import numpy as np
 
 from extractor.errors import StoreError
-from extractor.store import atomic, names
+from extractor.store import listing, names
 from extractor.store.damage import Damage, damage_of, read_tokens, shard_damages
 from extractor.store.record import ShardRecord, read_record
 
@@ -87,7 +84,7 @@ def scan(
         AccessError: the folder may not be read.
         StoreError: the folder cannot be read.
     """
-    final, parts = _folders(output)
+    final, parts = listing.folders(output)
     done: dict[int, ShardRecord] = {}
     bad: dict[int, tuple[Damage, ...]] = {}
     missing: list[int] = []
@@ -125,59 +122,9 @@ def committed(output: Path) -> Iterator[tuple[Path, ShardRecord]]:
         StoreError: a record is missing or damaged.
         AccessError: the folder may not be read.
     """
-    for index in sorted(shard_indices(output)):
+    for index in sorted(listing.shard_indices(output)):
         folder = names.shard_folder(output, index)
         yield folder, read_record(folder)
-
-
-def shard_indices(output: Path) -> set[int]:
-    """Numbers of the folders that have the final name of a shard. Blocking.
-
-    Raises:
-        AccessError: the folder may not be read.
-        StoreError: the folder cannot be read.
-    """
-    return _folders(output)[0]
-
-
-def clean_parts(output: Path) -> list[Path]:
-    """Removes the folders of shards that were never finished; needs the output's lease. Blocking.
-
-    Returns:
-        What was removed.
-
-    Raises:
-        AccessError: a folder may not be removed.
-        StoreError: a folder cannot be removed.
-    """
-    parts = _folders(output)[1]
-    for part in parts:
-        try:
-            shutil.rmtree(part)
-        except OSError as error:
-            raise atomic.explain(error, part, "removed") from error
-    return parts
-
-
-def _folders(output: Path) -> tuple[set[int], list[Path]]:
-    """Shard numbers and part folders below `output`."""
-    root = output / names.SHARDS
-    final: set[int] = set()
-    parts: list[Path] = []
-    try:
-        with os.scandir(root) as entries:
-            for entry in entries:
-                index = names.shard_index(entry.name)
-                # A shard may have been moved to another disk and linked; a leftover is never followed.
-                if index is not None and entry.is_dir():
-                    final.add(index)
-                elif names.is_part(entry.name) and entry.is_dir(follow_symlinks=False):
-                    parts.append(Path(entry.path))
-    except FileNotFoundError:
-        return set(), []
-    except OSError as error:
-        raise atomic.explain(error, root, "read") from error
-    return final, sorted(parts)
 
 
 def _sample_damages(

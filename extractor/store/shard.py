@@ -258,7 +258,7 @@ class ShardWriter:
                 if lane.states is not None:
                     lane.states.close()
             self._folder.discard()
-        except BaseException:  # noqa: BLE001 - what is left is removed by `scan.clean_parts`
+        except BaseException:  # noqa: BLE001 - what is left is removed by `listing.clean_parts`
             _log.warning(
                 "part folder of a failed shard not removed", extra={"shard": self.index}, exc_info=True
             )

@@ -15,8 +15,8 @@ import msgspec
 from extractor.errors import StoreError
 from extractor.store import manifest, names
 from extractor.store.damage import Damage, damage_of, read_tokens, shard_damages
+from extractor.store.listing import shard_indices
 from extractor.store.record import read_record
-from extractor.store.scan import shard_indices
 from extractor.taps import Tap, TapSelection, make_tap
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import msgspec
 from extractor import protocol
 from extractor.errors import EngineError, LeaseBusyError, StoreError, TapdeckError
 from extractor.protocol.states import Depth, Reason, State
-from extractor.store import lease, manifest
+from extractor.store import lease, listing, manifest
 from extractor.supervisor import lifecycle, prepared_run
 from extractor.supervisor.board import DONE, FAILED, PENDING, RUNNING, ShardBoard
 from extractor.supervisor.engine_control import EngineControl, Wish
@@ -422,6 +422,8 @@ class Supervisor:
             self.sampler.set_rank(self._gpu_uuid, None)
         self.peak_rss_bytes = max(self.peak_rss_bytes, engine.peak_rss_bytes)
         self._judge_end(engine, queue)
+        # What it had in the making is nobody's any more. Its parts alone: others may still write.
+        await asyncio.to_thread(listing.clean_parts, self.output, replica=engine.replica.name)
         for shard in queue.give_back(engine.replica.name):
             self._set_cell(shard, PENDING)
         self._in_hand.clear()

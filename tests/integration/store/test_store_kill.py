@@ -10,7 +10,8 @@ from store_support import kill_dataset, tree
 
 from extractor.store import names
 from extractor.store.faults import FaultyFileSystem, no_fault
-from extractor.store.scan import clean_parts, scan
+from extractor.store.listing import clean_parts
+from extractor.store.scan import scan
 from extractor.store.verify import check
 
 NUM_KILLS = 50

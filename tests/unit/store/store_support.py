@@ -11,8 +11,8 @@ import numpy as np
 
 from extractor.plan import Geometry, Shard, plan_shards
 from extractor.store import manifest, names
+from extractor.store.listing import shard_indices
 from extractor.store.pipeline import ShardRecord, ShardSpec, WriterPool
-from extractor.store.scan import shard_indices
 from extractor.store.tensors import ITEM_BYTES
 from extractor.taps import TapSelection, select
 

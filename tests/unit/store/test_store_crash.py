@@ -9,7 +9,8 @@ from extractor.plan import Geometry
 from extractor.store import names
 from extractor.store.faults import FaultyFileSystem, Killed, kill_at, no_fault
 from extractor.store.filesystem import RealFileSystem
-from extractor.store.scan import clean_parts, scan
+from extractor.store.listing import clean_parts
+from extractor.store.scan import scan
 
 DATASET = Dataset([8, 7, 5], geometry=Geometry(max_tokens=8, shard_tokens=24))
 REASONS = {1: "all_zero"}

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from extractor.errors import AccessError, LeaseBusyError, LeaseError, StoreError
-from extractor.store import lease, names
 from extractor.processes import ProcessIdentity, RealMachine, is_alive, own_identity
+from extractor.store import lease, names
 from extractor.store.lease import LeaseRecord, acquire, read_lease
 
 

@@ -7,8 +7,9 @@ from store_support import TAPS, Dataset, tree
 
 from extractor.plan import Geometry
 from extractor.store import names
+from extractor.store.listing import clean_parts
 from extractor.store.record import encode_record, read_record
-from extractor.store.scan import clean_parts, committed, scan
+from extractor.store.scan import committed, scan
 
 DATASET = Dataset([8, 8, 8, 8], geometry=Geometry(max_tokens=8, shard_tokens=16))
 
@@ -241,3 +242,19 @@ def test_names_are_as_the_format_says(tmp_path):
     assert names.is_part("000012.part-0-1f2e3d4c")
     assert names.tap_file("layer_002") == "layer_002.safetensors"
     assert not names.temporary(tmp_path / "data_5.pt").name.endswith("pt")
+
+
+def test_the_parts_of_one_replica_are_removed_and_those_of_others_stay(tmp_path):
+    shards = tmp_path / "shards"
+    for name in (
+        "000001.part-0-aa-0",
+        "000002.part-0-aa-0.1",
+        "000003.part-0-aa-0.replaced",
+        "000004.part-0-aa-1",
+        "000005",
+    ):
+        (shards / name).mkdir(parents=True)
+
+    clean_parts(tmp_path, replica="0-aa-0")
+
+    assert sorted(entry.name for entry in shards.iterdir()) == ["000004.part-0-aa-1", "000005"]
