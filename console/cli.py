@@ -1,13 +1,12 @@
 """`tapdeck`: the verbs, their flags and their exit codes.
 
 Verbs on data live in `extractor.commands` and are imported when they are called, so that `--help` does not
-wait for torch. This is the only place that turns errors into exit codes.
+wait for torch; verbs on a run are in `console.run_verbs`. This is the only place that turns errors into exit codes.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import sys
 import traceback
 from importlib import metadata
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from console.run_verbs import Json, Verbs, no_console
 from extractor.errors import ConfigError, TapdeckError
 
 if TYPE_CHECKING:
@@ -25,14 +25,11 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     help="Extract EAGLE-3 training data: hidden states of chosen layers through SGLang, verified and resumable.",
 )
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout; everything else on stderr.")
-]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of run.toml.")
 ]
@@ -52,7 +49,7 @@ def demo(
     from extractor.commands import demo as command
 
     out = _output(as_json=as_json)
-    if headless or as_json or not _is_capable_terminal():
+    if headless or as_json or no_console() is not None:
         _end(command.run(folder=folder, num_samples=samples, out=out))
         return
     from console.app import run_console
@@ -193,15 +190,63 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
+@app.command()
+def start(
+    run_toml: RunToml,
+    *,
+    overrides: Set = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once the supervisor is there.")] = False,
+    foreground: Annotated[
+        bool,
+        typer.Option("--foreground", help="Supervise in this process, for batch systems and containers."),
+    ] = False,
+    deadline: Annotated[
+        float, typer.Option(min=1.0, help="With --foreground: seconds from SIGTERM to the end.")
+    ] = 25.0,
+    as_json: Json = False,
+) -> None:
+    """Start a run, or go on with it, under a supervisor that outlives this terminal; opens the console."""
+    if detach and foreground:
+        raise ConfigError("--detach and --foreground exclude each other", remedy="use one of them")
+    from extractor.commands import start as command
+
+    config, out = _load(run_toml, overrides), _output(as_json=as_json)
+    if foreground:
+        _end(command.run(config, mode="foreground", deadline_s=deadline, out=out))
+        return
+    _end(command.run(config, mode="detach", deadline_s=deadline, out=out))
+    if detach or as_json:
+        return
+    why_not = no_console()
+    if why_not is not None:
+        out.note(f"{why_not}; the run goes on without it, as with --detach")
+        return
+    from console.app import run_console
+    from extractor.folders import RunFolder, run_folder_of
+
+    _end(run_console(RunFolder(run_folder_of(Path(config.output.dir)))))
+
+
 @app.callback()
 def _root(
+    context: typer.Context,
     *,
-    # By callback, since the body of this function is only reached when a verb follows.
+    # By callback, since the body of this function is not reached before a verb's flags are read.
     _version: Annotated[
         bool,
         typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
     ] = False,
-) -> None: ...
+) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    why_not = no_console()
+    if why_not is not None:
+        typer.echo(context.get_help())
+        typer.echo(f"tapdeck: {why_not}; name a verb", err=True)
+        return
+    from console.app import run_console
+
+    _end(run_console(None))
 
 
 def main() -> None:
@@ -213,7 +258,7 @@ def main() -> None:
     try:
         app()
     except TapdeckError as error:
-        typer.echo(f"tapdeck: {error}", err=True)
+        typer.echo(_safe(f"tapdeck: {error}"), err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -223,9 +268,11 @@ def main() -> None:
         sys.exit(1)
 
 
-def _is_capable_terminal() -> bool:
-    """Whether the console can be shown: both ends are a terminal that can move its cursor."""
-    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+def _safe(text: str) -> str:
+    """Text for a terminal: it may quote names and answers from outside."""
+    from console.widgets.lines import visible
+
+    return "\n".join(visible(line) for line in text.split("\n"))
 
 
 def _output(*, as_json: bool) -> Any:
@@ -254,6 +301,8 @@ def _layer_ids(text: str) -> list[int]:
     except ValueError:
         raise ConfigError(f"--layer-ids {text!r}: expected numbers, as in 2,14,26") from None
 
+
+Verbs(lambda as_json: _output(as_json=as_json)).add_to(app)
 
 if __name__ == "__main__":
     main()
