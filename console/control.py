@@ -90,12 +90,8 @@ def list_runs(*, out: Out, ascii_only: bool) -> int:
 
     found = asyncio.run(RealDesk(read_only=True, interval_s=WATCH_S).runs())
     rows = [report.Row(row.name, str(row.path), row.is_live, row.snapshot) for row in found]
-    if rows:
-        for line in report.table(rows, _style(ascii_only)):
-            out.line(line)
-    else:
-        out.line("no runs; tapdeck start RUN.toml begins one")
-    out.result({"runs": [_row_json(row) for row in rows]})
+    lines = report.table(rows, _style(ascii_only)) if rows else ["no runs; tapdeck start RUN.toml begins one"]
+    _print(out, lines, {"runs": [_row_json(row) for row in rows]})
     return 0
 
 
@@ -125,10 +121,8 @@ async def _watch(run: RunFolder, *, out: Out, ascii_only: bool) -> int:
     async for snapshot in _live(run, interval_s=WATCH_S):
         lines = report.status(snapshot, _style(ascii_only), is_live=True)
         news = report.changed(known, lines)
-        for line in news:
-            out.line(line)
         if news:
-            out.result(_status_json(run, snapshot, is_live=True))
+            _print(out, news, _status_json(run, snapshot, is_live=True))
         known, last = lines, snapshot
     if last is None or not last.state.state.is_terminal:
         last = await asyncio.to_thread(last_snapshot, run)
@@ -382,11 +376,20 @@ def _print_status(
     run: RunFolder, snapshot: Snapshot | None, *, is_live: bool, out: Out, ascii_only: bool
 ) -> None:
     if snapshot is None:
-        out.line(visible(f"{run.name}  not running; it never got so far as to have a state"))
+        nothing = f"{run.name}  not running; it never got so far as to have a state"
+        lines = [visible(nothing, ascii_only=ascii_only)]
     else:
-        for line in report.status(snapshot, _style(ascii_only), is_live=is_live):
-            out.line(line)
-    out.result(_status_json(run, snapshot, is_live=is_live))
+        lines = report.status(snapshot, _style(ascii_only), is_live=is_live)
+    _print(out, lines, _status_json(run, snapshot, is_live=is_live))
+
+
+def _print(out: Out, lines: Sequence[str], value: Mapping[str, Any]) -> None:
+    """The same for people or for programs: whoever asked for JSON needs no report on stderr."""
+    if out.as_json:
+        out.result(value)
+        return
+    for line in lines:
+        out.line(line)
 
 
 def _status_json(run: RunFolder, snapshot: Snapshot | None, *, is_live: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from console import words
 from console.widgets.lines import visible
 from extractor.protocol.api import Unavailable
+from extractor.protocol.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -78,7 +79,8 @@ def status(snapshot: Snapshot, style: Style, *, is_live: bool) -> list[str]:
         lines += _labelled("progress", _progress(snapshot.progress))
     if snapshot.rates is not None:
         lines += _labelled("speed", [_speed(snapshot.rates)])
-        lines += _labelled("finish", _finish(snapshot.rates, style))
+        if info.state != State.FINISHED:
+            lines += _labelled("finish", _finish(snapshot.rates, style))
     if snapshot.disk is not None:
         lines += _labelled("disk", _disk(snapshot.disk))
     lines += _labelled("gpus", _gpus(snapshot.telemetry))

@@ -96,9 +96,9 @@ def test_an_unknown_run_ends_every_verb_with_3(tapdeck, verb):
 
 
 def test_status_of_a_live_run_as_json_is_its_snapshot(tapdeck, run, supervisor):
-    code, out, _ = tapdeck("status", run.name, "--json")
+    code, out, err = tapdeck("status", run.name, "--json")
     said = json.loads(out)
-    assert code == 0
+    assert (code, err) == (0, "")
     assert said.pop("supervisor") == "running"
     assert msgspec.convert(said, api.Snapshot) == snapshot_of(run)
 

@@ -85,6 +85,10 @@ def test_no_text_from_outside_reaches_the_terminal_as_more_than_text(ascii_only)
     assert text.isascii() or not ascii_only
 
 
+def test_a_finished_run_has_no_time_left():
+    assert line_of("finish", snapshot_of(RUN, State.FINISHED)) == []
+
+
 def test_only_lines_that_differ_are_changes():
     old = lines_of(snapshot_of(RUN, why="shard 12"))
     assert report.changed(old, old) == []
