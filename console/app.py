@@ -269,19 +269,19 @@ class TapdeckApp(App[None], inherit_bindings=False):
         """Asks how deep, then asks the supervisor."""
         from console.screens.dialogs import PauseDialog
 
-        if revision := self._may("pause"):
+        if (revision := self._may("pause")) is not None:
             self.push_screen(PauseDialog(self.view), lambda depth: self._act("pause", revision, depth, depth))
 
     def action_resume(self) -> None:
         """Asks the supervisor."""
-        if revision := self._may("resume"):
+        if (revision := self._may("resume")) is not None:
             self._act("resume", revision, answer=True)
 
     def action_stop(self) -> None:
         """Asks first; no is the default."""
         from console.screens.dialogs import ConfirmDialog
 
-        if revision := self._may("stop"):
+        if (revision := self._may("stop")) is not None:
             dialog = ConfirmDialog(
                 self.view,
                 question=f"Stop {self.view.name}?",
@@ -295,7 +295,7 @@ class TapdeckApp(App[None], inherit_bindings=False):
         """The name has to be typed first."""
         from console.screens.dialogs import TypeNameDialog
 
-        if revision := self._may("kill"):
+        if (revision := self._may("kill")) is not None:
             self.push_screen(TypeNameDialog(self.view), lambda answer: self._act("kill", revision, answer))
 
     def _may(self, action_id: str) -> int | None:

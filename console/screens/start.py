@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 TOLD_LINES = 10
 LABEL_CELLS = 11
+FIXED_ROWS = 7
+"""Rows that neither the estimate nor what the commands say can have."""
+START = "start"
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -99,6 +102,7 @@ class StartScreen(RunScreen):
         self._path = path
         self._told: deque[str] = deque(maxlen=TOLD_LINES)
         self._refusal: tuple[str, ...] = ()
+        self._doing = ""
         self._estimate: Estimate | None = None
 
     def compose(self) -> ComposeResult:
@@ -139,8 +143,12 @@ class StartScreen(RunScreen):
 
     async def _command(self, *arguments: str) -> Outcome:
         self._told.clear()
+        self._doing = arguments[0]
         self._tell(f"tapdeck {' '.join(arguments)}")
-        return await self._desk.command(arguments, self._tell)
+        try:
+            return await self._desk.command(arguments, self._tell)
+        finally:
+            self._doing = ""
 
     def _tell(self, text: str) -> None:
         self._told.append(text)
@@ -180,7 +188,7 @@ class StartScreen(RunScreen):
 
     async def _do_start(self, path: str) -> None:
         self._estimate = None
-        outcome = await self._command("start", path, "--detach", "--json")
+        outcome = await self._command(START, path, "--detach", "--json")
         try:
             begun = msgspec.json.decode(outcome.output, type=Started)
         except msgspec.DecodeError:
@@ -190,6 +198,9 @@ class StartScreen(RunScreen):
 
     def action_back(self) -> None:
         """Goes back; starts nothing."""
+        if self._doing == START:
+            self.show_notice("the run is being started; wait for the answer", "warn")
+            return
         self.workers.cancel_group(self, "start")
         self.post_message(self.Left())
 
@@ -199,17 +210,30 @@ class StartScreen(RunScreen):
         if not self._is_open:
             return
         width = max(20, self.app.size.width - 2)
-        told = [line((f" {text}", "dim")) for text in self._told]
+        told = [
+            (Span(" "), *row)
+            for text in self._told
+            for row in wrapped(text, width, role="dim", most=2, more=self.signs.more)
+        ]
         refused = [
             (Span(" "), *row)
             for text in self._refusal
             for row in wrapped(text, width, role="bad", most=20, more=self.signs.more)
         ]
-        self.draw("told", refused or told)
-        self.draw("estimate", estimate_lines(self._estimate, width, self.signs))
+        estimate = estimate_lines(self._estimate, width, self.signs)
+        # The estimate is never cut for what led to it.
+        room = max(0, self.app.size.height - FIXED_ROWS - len(estimate))
+        self.draw("told", refused or told[max(0, len(told) - room) :])
+        self.draw("estimate", estimate)
         self.draw("keys", [self._keys()])
 
     def _keys(self) -> Line:
+        if self._doing == START:
+            return line((f" tapdeck {START} is at work", "busy"))
+        if self._doing:
+            return line(
+                (f" tapdeck {self._doing} is at work  ", "busy"), ("esc", "key"), " back, nothing is started"
+            )
         if self._estimate is not None:
             return line(
                 (" enter", "key"), " start it (asks first)  ", ("esc", "key"), " back, nothing is started"

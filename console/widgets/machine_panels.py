@@ -127,7 +127,7 @@ def _host(view: View, host: Host | Unavailable) -> Line:
 
 
 def _replicas(view: View, replicas: tuple[ReplicaInfo, ...]) -> list[Line]:
-    shown = replicas[:2]
+    shown = [replica for replica in replicas if replica.phase != "none"][:2]
     rows = [
         (
             Span(" "),
@@ -142,7 +142,7 @@ def _replicas(view: View, replicas: tuple[ReplicaInfo, ...]) -> list[Line]:
         )
         for replica in shown
     ]
-    if len(replicas) > len(shown):
+    if len(replicas) > 2:
         rows.append(line((f" {len(shown)} of {len(replicas)} replicas", "dim")))
     return rows
 
@@ -174,7 +174,10 @@ def disk(view: View, width: int) -> list[Line]:
         return (
             [head, line((" not known yet", "dim"))] if view.wide else [line((" disk: not known yet", "dim"))]
         )
-    role: Role = "good" if found.is_enough else "bad"
+    # Before the run is prepared nothing is needed yet, and that is no good news.
+    role: Role = (
+        "dim" if snapshot is None or snapshot.progress is None else "good" if found.is_enough else "bad"
+    )
     if not view.wide:
         return [
             (

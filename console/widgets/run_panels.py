@@ -59,6 +59,8 @@ def _attached(view: View, snapshot: Snapshot) -> Line:
 def reason(view: View, width: int) -> list[Line]:
     """Why the run is in its state, or why nothing is known of it; at most four lines."""
     text, role = _reason(view)
+    if not text:
+        return []
     most = 4 if view.wide or view.is_stale else 3
     return [(Span(" "), *one) for one in wrapped(text, width - 2, role=role, most=most, more=view.signs.more)]
 
@@ -173,8 +175,8 @@ def _finish(view: View, rates: Rates | None) -> Line:
 
 
 def _whole_minutes(seconds: float) -> str:
-    """Seconds only below a minute or so: a forecast is not known better."""
-    if seconds < 90:
+    """Seconds only below a minute: a forecast is not known better."""
+    if seconds < 59.5:
         return whole_duration(seconds)
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else words.duration_words(minutes * 60)

@@ -1,5 +1,6 @@
 """Every key on the overview, and what it asks of the supervisor."""
 
+import msgspec
 import pytest
 
 from console.screens.help import HelpScreen, PaletteScreen
@@ -78,6 +79,15 @@ async def test_pause_asks_how_deep_and_sends_what_the_operator_saw(key, depth):
         await until(pilot, lambda: feed.asked)
         assert feed.asked == [Asked(Action.PAUSE, depth, 41)]
         await until(pilot, lambda: "pause accepted" in screen_text(app))
+
+
+async def test_a_run_that_nobody_has_touched_has_revision_0_and_can_be_paused():
+    feed = hearing(msgspec.structs.replace(snapshots.running(), revision=0))
+    app = make_app(feed)
+    async with running_app(app) as pilot:
+        await pilot.press("P", "h")
+        await until(pilot, lambda: feed.asked)
+        assert feed.asked == [Asked(Action.PAUSE, Depth.HOLD, 0)]
 
 
 @pytest.mark.parametrize("opener", ["P", "S", "K"])
