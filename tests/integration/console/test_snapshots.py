@@ -4,6 +4,8 @@ Each also asserts the fact that the picture is there for, so that an update of p
 Refresh after looking: `pytest tests/integration/console/test_snapshots.py --snapshot-update`.
 """
 
+from pathlib import Path
+
 import pytest
 
 from console.feed import Lost
@@ -127,3 +129,11 @@ def test_start_screen_with_an_estimate(looks_right, size):
     desk = FakeDesk(outcomes=[as_output(ESTIMATE)], told=("preparing 3,000 of 15,000 samples",))
     app = make_app(None, desk=desk)
     assert looks_right(app, "it fits", size, press=["N", *"job.toml", "enter"])
+
+
+@pytest.mark.parametrize("size", ["80x24", "120x40"])
+def test_the_pictures_in_the_docs_are_the_ones_that_are_tested(size):
+    here = Path(__file__).parent
+    tested = here / "__snapshots__" / "test_snapshots" / f"test_overview_of_a_live_run[running--{size}].svg"
+    shown = here.parents[2] / "docs" / "images" / f"overview-{size}.svg"
+    assert shown.read_text() == tested.read_text()
