@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import time
+import traceback
 from enum import IntEnum
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from extractor import protocol
-from extractor.errors import EngineError, LeaseBusyError, StoreError, TapdeckError
+from extractor.errors import BugError, EngineError, LeaseBusyError, LeaseError, StoreError, TapdeckError
 from extractor.protocol.states import Depth, Reason, State
 from extractor.store import lease, listing, manifest
 from extractor.supervisor import lifecycle, prepared_run
@@ -53,6 +55,7 @@ POLL_S = 1.0
 HEARTBEAT_S = 10.0
 LEASE_WAIT_S = 120.0
 """How long the ranks of a former supervisor may take to leave the output."""
+LEASE_POLL_S = 0.5
 DISK_ERRORS = {"ENOSPC", "EDQUOT", "EROFS"}
 """Write errors that the next shard would meet as well."""
 DISK_RETRY_S = 30.0
@@ -164,7 +167,11 @@ class Supervisor:
         self._gpu_uuid: str | None = None
         self._blameless_deaths = 0
         self._not_before = 0.0
-        self._beat_at = clock()
+        self._beats: asyncio.Task[None] | None = None
+        self._lease_lock = asyncio.Lock()
+        self._is_lease_lost = False
+        self._unrecorded_pause: str | None = None
+        self._noted = ""
         self._wake = asyncio.Event()
         self._stop_event = asyncio.Event()
         self._watchers: set[asyncio.Event] = set()
@@ -223,7 +230,9 @@ class Supervisor:
             self._lease = lease.acquire(self.output, self.folder.name)
 
     def request_stop(self, how: Stop, *, by: str) -> None:
-        """Ends the run; not the pauses, which are in force again at the next start."""
+        """Ends the run; not the pauses, which are in force again at the next start. Does nothing after its end."""
+        if self._has_ended:
+            return
         if self.stop is None or how > self.stop:
             self.stop = how
             self.stopped_by = self.stopped_by or by
@@ -255,9 +264,17 @@ class Supervisor:
             await self._conclude()
         except TapdeckError as error:
             self._fail(error)
+        except asyncio.CancelledError:
+            self.request_stop(Stop.KILL, by="the end of the process")
+            raise
+        except Exception as error:  # noqa: BLE001 - the border of a run: it fails, and leaves nothing behind
+            traceback.print_exc()
+            self._fail(BugError(f"{type(error).__name__}: {error}", remedy="please report this"))
         finally:
-            await self._end_engine()
-            await self._end()
+            try:
+                await self._end_engine()
+            finally:
+                await self._end()
 
     # -- phases ----------------------------------------------------------------------------------------
 
@@ -265,19 +282,29 @@ class Supervisor:
         if self._lease is None:
             self.note = "waiting for the ranks of the former supervisor to leave the output"
             self.events.add(Event.NOTE, text=self.note)
-            wait = asyncio.to_thread(lease.acquire, self.output, self.folder.name, wait_seconds=LEASE_WAIT_S)
-            self._lease = await self._unless_stopped(wait)
+        end = self._clock() + LEASE_WAIT_S
+        while self._lease is None and not self._is_stopping:
+            # One look at a time: a thread that waits could take the lease when nobody wants it any more.
+            try:
+                self._lease = await asyncio.to_thread(lease.acquire, self.output, self.folder.name)
+            except LeaseBusyError:
+                if self._clock() >= end:
+                    raise
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop_event.wait(), LEASE_POLL_S)
+        self._beats = asyncio.get_running_loop().create_task(self._beat())
 
     async def _prepare(self) -> None:
         if self._lease is None:
             return
         self.note = "reading the data and the model's configuration"
         await self._unless_stopped(self._make_tasks(self._lease).prepare(self._take_note))
-        if self._is_stopping:
+        if self._is_stopping or self._is_lease_lost:
             return
         prepared = prepared_run.read(self.folder.job)
         self.prepared = prepared
-        todo = [shard for shard in range(len(prepared.shard_tokens)) if shard not in set(prepared.done)]
+        done = set(prepared.done)
+        todo = [shard for shard in range(len(prepared.shard_tokens)) if shard not in done]
         self.queue = ShardQueue(todo)
         self.board = ShardBoard(len(prepared.shard_tokens), prepared.done)
         self.quarantined = prepared.quarantined
@@ -293,7 +320,6 @@ class Supervisor:
         while self.queue is not None and not self._is_over():
             # Before the facts are read: whatever comes in while we act leads to another look.
             self._wake.clear()
-            await self._beat()
             self._apply_disk_policy()
             await self._steer()
             self._refresh()
@@ -303,7 +329,7 @@ class Supervisor:
 
     async def _conclude(self) -> None:
         """The lists of the data set, from what is on the disk; not after a kill, which must not wait."""
-        if self._lease is None or self.prepared is None or self.stop == Stop.KILL:
+        if self._lease is None or self.prepared is None or self.stop == Stop.KILL or self._is_lease_lost:
             return
         self.note = "writing the lists of the data set"
         self.changed()
@@ -317,10 +343,18 @@ class Supervisor:
                 remedy=f"see {self.folder.log('replica-0')}; started again, the run tries them anew",
                 code="shards_failed",
             )
+        lost = 0 if self.conclusion is None or self.stop is not None else self.conclusion.missing
+        if lost and self.failure is None:
+            raise StoreError(
+                f"{lost} samples are neither stored nor quarantined, though their shards were reported as done",
+                remedy=f"tapdeck verify {self.output} says which; started again, the run computes them anew",
+                code="samples_missing",
+            )
 
     async def _end(self) -> None:
         if self._lease is not None:
             try:
+                await self._end_beats()
                 await asyncio.to_thread(self._lease.release, remove_if_empty=self._is_new_output)
             except TapdeckError as error:
                 self.events.add(Event.NOTE, text=error.message)
@@ -342,13 +376,26 @@ class Supervisor:
         return min(POLL_S, self.restart_in_s or POLL_S)
 
     async def _beat(self) -> None:
-        now = self._clock()
-        if self._lease is not None and now - self._beat_at >= HEARTBEAT_S:
-            self._beat_at = now
+        """Says that we live, from the first moment to the last: preparing takes longer than a lease lasts."""
+        while self._lease is not None:
+            await asyncio.sleep(HEARTBEAT_S)
             try:
-                await asyncio.to_thread(self._lease.heartbeat)
-            except StoreError as error:
-                self.events.add(Event.NOTE, text=error.message)
+                async with self._lease_lock:
+                    await asyncio.to_thread(self._lease.heartbeat)
+            except LeaseError as error:
+                self._is_lease_lost = True
+                self._fail(error)
+                self._stop_event.set()
+                return
+            except TapdeckError as error:
+                self._note_once(error.message)
+
+    async def _end_beats(self) -> None:
+        if self._beats is not None:
+            # Not while one is being written: it would be there after the lease was given up.
+            async with self._lease_lock:
+                self._beats.cancel()
+            await asyncio.gather(self._beats, return_exceptions=True)
 
     async def _steer(self) -> None:
         if self.engine is None:
@@ -358,11 +405,12 @@ class Supervisor:
         if self.engine.has_ended:
             await self._reap()
             return
-        wish = self._wish()
-        if self._ready is not None:
+        if self._ready is not None and self._wish() == Wish.RUN:
             await self._write_manifest(self._ready)
+        # Only now: a pause may have come while that was written.
+        wish = self._wish()
         self.engine.steer(wish)
-        if wish == Wish.RUN and self.engine.is_ready:
+        if wish == Wish.RUN and self.engine.is_ready and self._ready is None:
             self._hand_out(self.engine)
 
     def _wish(self) -> Wish:
@@ -385,15 +433,31 @@ class Supervisor:
         held = self._lease
         if held is None:
             return
-        replica = Replica(
-            self._spec,
-            launcher=self._launcher,
-            run_folder=self.folder.path,
-            environment=self._environment,
-            keep_fds=() if held.lock_fd is None else (held.lock_fd,),
-        )
+        try:
+            replica = Replica(
+                self._spec,
+                launcher=self._launcher,
+                run_folder=self.folder.path,
+                environment=self._environment,
+                keep_fds=() if held.lock_fd is None else (held.lock_fd,),
+            )
+        except OSError as error:
+            raise EngineError(
+                f"the rank could not be started: {error}",
+                remedy=f"see {self.folder.log('supervisor')}; start the run again when the cause is gone",
+                code="not_started",
+            ) from error
         self.engine = EngineControl(replica, self._on_report, self._wake)
-        await asyncio.to_thread(held.add_worker, replica.process.pid)
+        try:
+            async with self._lease_lock:
+                await asyncio.to_thread(held.add_worker, replica.process.pid)
+        except LeaseError:
+            raise
+        except TapdeckError as error:
+            # A full disk is no reason to end the run: the lock that the rank has inherited says the same.
+            if held.lock_fd is None:
+                raise
+            self._note_once(error.message)
 
     def _spec(self, endpoint: str) -> EngineSpec:
         if self.prepared is None or self._lease is None:
@@ -408,6 +472,8 @@ class Supervisor:
         if queue is None or board is None:
             return
         name = engine.replica.name
+        if self._unrecorded_pause is not None:
+            return
         while queue.has_pending and queue.num_leased(name) < AHEAD and self._has_room():
             engine.work(queue.lease(name))
 
@@ -416,20 +482,28 @@ class Supervisor:
         engine, queue = self.engine, self.queue
         if engine is None or queue is None:
             return
+        await self._unless_stopped(engine.leave(), level=Stop.KILL)
         await engine.close()
         self.engine = None
+        self._ready = None
         if self._gpu_uuid is not None:
             self.sampler.set_rank(self._gpu_uuid, None)
         self.peak_rss_bytes = max(self.peak_rss_bytes, engine.peak_rss_bytes)
         self._judge_end(engine, queue)
-        # What it had in the making is nobody's any more. Its parts alone: others may still write.
-        await asyncio.to_thread(listing.clean_parts, self.output, replica=engine.replica.name)
         for shard in queue.give_back(engine.replica.name):
             self._set_cell(shard, PENDING)
         self._in_hand.clear()
         self.changed()
+        # What it had in the making is nobody's any more. Its parts alone: others may still write.
+        try:
+            await asyncio.to_thread(listing.clean_parts, self.output, replica=engine.replica.name)
+        except TapdeckError as error:
+            self._note_once(error.message)
 
     def _judge_end(self, engine: EngineControl, queue: ShardQueue) -> None:
+        if engine.fault is not None:
+            # Of ours, not of the rank.
+            raise engine.fault
         failed = engine.failure
         is_crash = failed is not None and failed.code == "crash" and engine.load_s is not None
         if failed is not None and not is_crash:
@@ -495,8 +569,9 @@ class Supervisor:
         if self.pauses.has(Reason.DISK):
             since = next(p.since_utc for p in self.pauses.pauses if p.reason == Reason.DISK)
             if self._has_room() and abs(self._now_utc() - since) >= DISK_RETRY_S:
-                self.pauses.lift(Reason.DISK)
-                self.events.add(Event.RESUMED, reason=Reason.DISK, note="there is room again")
+                self._lift_disk_pause()
+        elif self._unrecorded_pause is not None:
+            self._pause_for_disk(self._unrecorded_pause)
         elif queue.has_pending and not queue.leased and not self._has_room():
             usage = self.sampler.disk()
             free = 0.0 if usage is None else usage.free_bytes / 1e9
@@ -506,9 +581,26 @@ class Supervisor:
             )
 
     def _pause_for_disk(self, note: str) -> None:
-        if not self.pauses.has(Reason.DISK):
+        if self.pauses.has(Reason.DISK):
+            return
+        try:
             self.pauses.add(Reason.DISK, Depth.HOLD, by="auto", note=note)
-            self.events.add(Event.PAUSED, reason=Reason.DISK, note=note)
+        except TapdeckError as error:
+            # The disk of the run folder is full as well: no shard is handed out until the pause is on it.
+            self._unrecorded_pause = self.note = note
+            self._note_once(f"{note}; and that could not be recorded: {error.message}")
+            return
+        self._unrecorded_pause = None
+        self.note = ""
+        self.events.add(Event.PAUSED, reason=Reason.DISK, note=note)
+
+    def _lift_disk_pause(self) -> None:
+        try:
+            self.pauses.lift(Reason.DISK)
+        except TapdeckError as error:
+            self._note_once(error.message)
+            return
+        self.events.add(Event.RESUMED, reason=Reason.DISK, note="there is room again")
 
     # -- reports ---------------------------------------------------------------------------------------
 
@@ -525,11 +617,9 @@ class Supervisor:
                     self._gpu_uuid = report.gpu_uuid
                     self.sampler.set_rank(report.gpu_uuid, "0.0")
             case protocol.ShardStarted():
-                self._set_cell(report.shard, RUNNING)
+                self._on_started(report)
             case protocol.BatchDone():
-                self._blameless_deaths = 0
-                self._in_hand[report.shard] = self._in_hand.get(report.shard, 0) + report.num_tokens
-                self.meter.on_tokens(report.num_tokens)
+                self._on_batch(report)
             case protocol.ShardDone():
                 self._on_done(report)
             case protocol.ShardFailed():
@@ -539,8 +629,20 @@ class Supervisor:
         if not isinstance(report, protocol.BatchDone):
             self.changed()
 
+    def _on_started(self, report: protocol.ShardStarted) -> None:
+        if self._is_leased(report.shard):
+            self._in_hand[report.shard] = 0
+            self._set_cell(report.shard, RUNNING)
+
+    def _on_batch(self, report: protocol.BatchDone) -> None:
+        self._blameless_deaths = 0
+        self.meter.on_tokens(report.num_tokens)
+        # A shard whose writing has failed may still be computed for a while.
+        if report.shard in self._in_hand:
+            self._in_hand[report.shard] += report.num_tokens
+
     def _on_done(self, report: protocol.ShardDone) -> None:
-        if self.queue is None or self.prepared is None:
+        if self.queue is None or self.prepared is None or not self._is_leased(report.shard):
             return
         self.queue.complete(report.shard)
         self._in_hand.pop(report.shard, None)
@@ -552,7 +654,7 @@ class Supervisor:
         self.events.add(Event.SHARD_DONE, shard=report.shard, num_bytes=report.num_bytes)
 
     def _on_failed_shard(self, report: protocol.ShardFailed) -> None:
-        if self.queue is None:
+        if self.queue is None or not self._is_leased(report.shard):
             return
         if report.errno_name not in DISK_ERRORS:
             self._blame(self.queue, report.shard, report.error)
@@ -577,8 +679,8 @@ class Supervisor:
             engine=EnginePhase.NONE if self.engine is None else self.engine.phase,
             is_done=self.queue is not None and self.queue.is_finished,
             depth=self.depth,
-            # Asked to stop with nothing left to do, a run has finished all the same.
-            is_stopping=self.stop is not None and not self._is_complete,
+            # Asked to stop with nothing left to do, a run has finished all the same; but not before its end.
+            is_stopping=self.stop is not None and not (self._has_ended and self._is_complete),
             is_failed=self.failure is not None,
             has_ended=self._has_ended,
         )
@@ -591,9 +693,19 @@ class Supervisor:
     def _is_complete(self) -> bool:
         return self.conclusion is not None and self.conclusion.missing == 0
 
+    def _is_leased(self, shard: int) -> bool:
+        """Whether it is in hand; what is said of one that is not changes nothing."""
+        return self.queue is not None and shard in self.queue.leased
+
     def _set_cell(self, shard: int, letter: int) -> None:
         if self.board is not None:
             self.board.set(shard, letter)
+
+    def _note_once(self, text: str) -> None:
+        """An event of what may go on for hours."""
+        if text != self._noted:
+            self._noted = text
+            self.events.add(Event.NOTE, text=text)
 
     def _take_note(self, text: str) -> None:
         self.note = text
@@ -605,8 +717,7 @@ class Supervisor:
         self.changed()
 
     async def _write_manifest(self, ready: protocol.Ready) -> None:
-        """dataset.json, as soon as the model is proven and before the first shard of this start."""
-        self._ready = None
+        """dataset.json, when the model is proven and before the first shard of this start; not on a full disk."""
         if self.prepared is None:
             return
         now = msgspec.structs.replace(
@@ -614,16 +725,23 @@ class Supervisor:
         )
         old = await asyncio.to_thread(manifest.read_if_any, self.output)
         resumed, changes = manifest.with_environment(old, now)
+        try:
+            await asyncio.to_thread(manifest.write, self.output, resumed)
+        except TapdeckError as error:
+            if not _is_disk_error(error):
+                raise
+            self._pause_for_disk(f"{error.message}; goes on by itself when there is room")
+            return
+        self._ready = None
         if changes:
             text = f"not as when this output was last written: {'; '.join(changes)}"
             self.events.add(Event.NOTE, text=text)
-        await asyncio.to_thread(manifest.write, self.output, resumed)
 
     async def _unless_stopped(self, work: Awaitable[T], *, level: Stop = Stop.DRAIN) -> T | None:
         """The result, or None when the run is ended (at least as urgently as `level`) before it is there."""
         task = asyncio.ensure_future(work)
         while not task.done():
-            if self.stop is not None and self.stop >= level:
+            if self._is_lease_lost or (self.stop is not None and self.stop >= level):
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 return None
@@ -632,3 +750,8 @@ class Supervisor:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
         return await task
+
+
+def _is_disk_error(error: TapdeckError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and errno.errorcode.get(cause.errno or 0) in DISK_ERRORS

@@ -10,6 +10,8 @@ import asyncio
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from extractor import protocol
 from extractor.errors import EngineError
 from extractor.supervisor.lifecycle import EnginePhase
@@ -59,6 +61,7 @@ class EngineControl:
         load_s: seconds until it was ready; None before.
         death: how the process ended, when nobody asked it to.
         failure: what the rank itself reported as its end.
+        fault: an error of ours that ended the listening.
         peak_rss_bytes: of the process, known at its end.
     """
 
@@ -79,6 +82,7 @@ class EngineControl:
         self.load_s: float | None = None
         self.death: str | None = None
         self.failure: protocol.Failed | None = None
+        self.fault: Exception | None = None
         self.peak_rss_bytes = 0
         self._on_report = on_report
         self._wake = wake
@@ -113,14 +117,20 @@ class EngineControl:
 
     def work(self, shard: int) -> None:
         """Hands it a shard."""
+        if shard == self.started_shard:
+            # It comes a second time, and has not begun again.
+            self.started_shard = None
         self.replica.send(protocol.WorkShard(shard))
 
-    async def close(self) -> None:
-        """Ends process and socket; waits for a process that said its last word."""
-        self._listener.cancel()
-        await asyncio.gather(self._listener, return_exceptions=True)
+    async def leave(self) -> None:
+        """Lets a process that said its last word end by itself, for a while."""
         if self.replica.has_left:
             await asyncio.to_thread(self.replica.wait)
+
+    async def close(self) -> None:
+        """Ends process and socket."""
+        self._listener.cancel()
+        await asyncio.gather(self._listener, return_exceptions=True)
         await asyncio.to_thread(self.replica.process.kill)
         self.replica.__exit__(None, None, None)
 
@@ -160,6 +170,11 @@ class EngineControl:
         except EngineError as error:
             if self._told_to_leave is None:
                 self.death = error.message
+        except msgspec.DecodeError as error:
+            if self._told_to_leave is None:
+                self.death = f"the rank said what cannot be understood: {error}"
+        except Exception as error:  # noqa: BLE001 - a task that nobody awaits: the supervisor raises it
+            self.fault = error
         finally:
             self._wake.set()
 
@@ -177,6 +192,10 @@ class EngineControl:
                 self.started_shard = report.shard
             case protocol.BatchDone():
                 self.batch = (report.shard, report.batch)
+                if self.phase == EnginePhase.HELD:
+                    # That was the answer to an earlier hold; the one to this hold follows.
+                    self.phase = EnginePhase.WORKING
+                    self.stage = "ready"
             case protocol.Held() if self._is_told_to_hold and self.phase == EnginePhase.WORKING:
                 self.phase = EnginePhase.HELD
                 self.stage = "held"
