@@ -9,13 +9,13 @@ from __future__ import annotations
 import io
 import sys
 import traceback
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from console.run_verbs import Json, Verbs, no_console
+from extractor import release
 from extractor.errors import ConfigError, TapdeckError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def export(
 
 def _print_version(value: bool) -> None:
     if value:
-        typer.echo(f"tapdeck {metadata.version('tapdeck')}")
+        typer.echo(f"tapdeck {release.version()}")
         raise typer.Exit
 
 

@@ -7,7 +7,6 @@ supervisor itself refuses everything that changes the run.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from typing import TYPE_CHECKING, Any, Self
@@ -18,13 +17,13 @@ import msgspec
 from extractor.errors import ConflictError, NoRunError, RefusedError, TapdeckError, UnreachableError
 from extractor.processes import ProcessIdentity, RealMachine, is_alive
 from extractor.protocol import api
-from extractor.protocol.states import Action, Depth
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from types import TracebackType
 
     from extractor.folders import RunFolder
+    from extractor.protocol.states import Action, Depth
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 20.0
@@ -202,7 +201,7 @@ class Client:
     def _explained(self) -> Any:
         try:
             yield
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             raise UnreachableError(
                 f"{self.run.name}: its supervisor does not answer: {error or type(error).__name__}",
                 remedy=f"the run itself does not depend on it; see {self.run.log('supervisor')}",

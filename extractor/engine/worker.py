@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from extractor.store.shard import ShardRecord
 
 
+HANG_MARGIN_S = 15.0
+"""After the grace time: what a batch may still take before a rank without supervisor is ended from within."""
+
+
 class Worker:
     """Joins orders, channel, data set, engine and writers."""
 
@@ -173,6 +177,13 @@ def _gpu_uuid() -> str:
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
+def _end_late(grace_s: float) -> None:
+    """Ends the process when it has not ended by itself."""
+    # A batch that never ends (a kernel or a collective that hangs) must not keep the GPU for ever.
+    threading.Event().wait(grace_s + HANG_MARGIN_S)
+    os._exit(EngineError.exit_code)
+
+
 def main(argv: list[str]) -> int:
     """Entry point of the process; the exit code is the error's.
 
@@ -194,6 +205,7 @@ def main(argv: list[str]) -> int:
         if is_loading.is_set():
             os._exit(EngineError.exit_code)
         orders.lose_supervisor()
+        threading.Thread(target=_end_late, args=(spec.grace_s,), name="grace", daemon=True).start()
 
     channel = Channel(
         spec.endpoint,

@@ -14,14 +14,13 @@ import signal
 import sys
 import time
 import traceback
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from extractor import config as configs
-from extractor import preflight
+from extractor import preflight, release
 from extractor.errors import BugError, EngineError, TapdeckError
 from extractor.folders import RunFolder
 from extractor.processes import RealMachine
@@ -259,7 +258,7 @@ def _run_info(
         supervisor_pid=os.getpid(),
         started_utc=time.time(),
         user=getpass.getuser(),
-        tapdeck_version=metadata.version("tapdeck"),
+        tapdeck_version=release.version(),
     )
 
 

@@ -14,12 +14,12 @@ import shutil
 import tempfile
 import threading
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import msgspec
 
+from extractor import release
 from extractor.errors import AccessError, LeaseError
 from extractor.processes import RealMachine, own_identity
 from extractor.protocol import api
@@ -89,7 +89,7 @@ class Place:
             socket=str(self.socket),
             readonly_socket=str(self.readonly_socket),
             started_utc=time.time(),
-            tapdeck_version=metadata.version("tapdeck"),
+            tapdeck_version=release.version(),
             api_version=api.API_VERSION,
         )
         part = self._folder.supervisor.with_suffix(".part")

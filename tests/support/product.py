@@ -141,7 +141,8 @@ class Tapdeck:
             **os.environ,
             "XDG_STATE_HOME": str(self.state),
             "XDG_CACHE_HOME": str(self.cache),
-            "PYTHONPATH": str(ROOT),
+            # What a machine without an installation has on its path stays there.
+            "PYTHONPATH": ":".join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             **environment,
         }
         self._console = home / "console"

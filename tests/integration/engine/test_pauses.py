@@ -233,3 +233,13 @@ def test_a_drain_commits_the_shard_in_hand_and_begins_no_other(start):
     assert rank.wait_end() == 0
     assert sorted(outputs.final_shards(rank.output)) == ["000000"]
     assert [report.shard for report in rank.of(protocol.ShardStarted)] == [0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_a_batch_does_not_outlive_its_supervisor_for_long(start):
+    rank = start(grace_s=1.0)
+    in_the_middle_of_shard_0(rank)
+    # No byte ever comes through the gate again: the batch in flight never ends.
+    rank.replica.process._drop_lifeline()
+    rank.wait_heard("gone")
+    assert rank.wait_end() == 7
