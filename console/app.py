@@ -148,6 +148,10 @@ class TapdeckApp(App[None], inherit_bindings=False):
         """Follows a run, instead of the one before."""
         self._known = Known(feed, self._clock)
         self._go(OverviewScreen(self.signs))
+        # After the first paint: an operator sees at once that the console is there.
+        self.call_after_refresh(self._listen, feed)
+
+    def _listen(self, feed: Feed) -> None:
         self.run_worker(self._follow(feed), group="feed", exclusive=True)
 
     async def _follow(self, feed: Feed) -> None:

@@ -100,6 +100,12 @@ class Feed(Protocol):
         """
 
 
+def _load_client() -> type[Client]:
+    from console.client import Client
+
+    return Client
+
+
 class LiveFeed:
     """A run of this machine, live or not."""
 
@@ -117,14 +123,13 @@ class LiveFeed:
 
     async def updates(self) -> AsyncIterator[Update]:
         """Follows the run: through its supervisor while there is one, else what its folder says."""
-        # The HTTP library takes a quarter of a second to load: after the first paint, not before it.
-        from console.client import Client
-
+        # The HTTP library takes a quarter of a second to load: not before the first paint, nor in its way.
+        client_type = await asyncio.to_thread(_load_client)
         pause_s = FIRST_RETRY_S
         while True:
             why = "its supervisor ended"
             try:
-                async with Client(self.run, read_only=self.read_only) as client:
+                async with client_type(self.run, read_only=self.read_only) as client:
                     self._client = client
                     async for snapshot in client.stream(interval_s=self.interval_s):
                         pause_s = FIRST_RETRY_S
