@@ -129,6 +129,7 @@ class Client:
         Raises:
             RefusedError: this client is read-only.
             ConflictError: the run has another revision, or its state does not allow the action.
+            TapdeckError: the supervisor could not record it; nothing has changed.
             UnreachableError: no answer.
         """
         request = api.ActionRequest(
@@ -213,5 +214,5 @@ def _error(body: bytes, status: int) -> TapdeckError:
         refusal = _decode_refusal(body)
     except msgspec.DecodeError:
         return UnreachableError(f"the supervisor answered with status {status}")
-    kind = {403: RefusedError, 404: NoRunError, 409: ConflictError}.get(status, ConflictError)
+    kind = {403: RefusedError, 404: NoRunError, 500: TapdeckError}.get(status, ConflictError)
     return kind(refusal.message, remedy=refusal.remedy, code=refusal.code)

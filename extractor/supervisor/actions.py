@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from extractor.errors import TapdeckError
 from extractor.protocol.api import ActionRequest, ActionResult, Refusal
 from extractor.protocol.states import AVAILABLE_DEPTHS, Action, Depth, Reason, State, refusal
 from extractor.supervisor.core import Stop
@@ -33,7 +35,7 @@ class Actions:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._answers: OrderedDict[str, ActionResult] = OrderedDict()
+        self._answers: OrderedDict[str, tuple[str, ActionRequest, ActionResult]] = OrderedDict()
         self._last = ""
 
     def act(self, name: str, request: ActionRequest, who: Who, *, is_read_only: bool) -> ActionResult:
@@ -42,6 +44,7 @@ class Actions:
         Raises:
             RequestRefusedError: 403 read-only, 404 no such action, 409 another revision or not possible now, 400 a
                 depth that does not exist.
+            TapdeckError: it cannot be recorded; nothing has changed.
         """
         supervisor = self._supervisor
         old = supervisor.state
@@ -53,11 +56,14 @@ class Actions:
             action = self._action(name)
             key = request.idempotency_key
             if key is not None and key in self._answers:
-                return self._answers[key]
+                return self._repeated(name, request, *self._answers[key])
             depth = self._check(action, request)
             message = self._do(action, depth, who)
         except RequestRefusedError as refused:
             self._log(name, request, who, old, result=refused.answer.message)
+            raise
+        except TapdeckError as error:
+            self._log(name, request, who, old, result=error.message)
             raise
         supervisor.changed()
         self._log(name, request, who, old, result="ok")
@@ -65,9 +71,21 @@ class Actions:
         self._last = f"{name} by {who.user}"
         answer = ActionResult(message=message, revision=supervisor.pauses.revision, state=supervisor.state)
         if key is not None:
-            self._answers[key] = answer
+            self._answers[key] = name, request, answer
             while len(self._answers) > REMEMBERED_KEYS:
                 self._answers.popitem(last=False)
+        return answer
+
+    def _repeated(
+        self, name: str, request: ActionRequest, first_name: str, first: ActionRequest, answer: ActionResult
+    ) -> ActionResult:
+        if (name, request) != (first_name, first):
+            raise self._refused(
+                409,
+                "conflict",
+                f"the idempotency key was used for another request ({first_name})",
+                "use a new key for each request",
+            )
         return answer
 
     def _action(self, name: str) -> Action:
@@ -136,14 +154,19 @@ class Actions:
         return f"resumed by {_name(who)}"
 
     def _stop(self, who: Who) -> str:
-        self._supervisor.pauses.touch()
+        self._touch()
         self._supervisor.request_stop(Stop.DRAIN, by=_name(who))
         return "stopping: the shard in hand is finished first; started again, the run goes on from there"
 
     def _kill(self, who: Who) -> str:
-        self._supervisor.pauses.touch()
+        self._touch()
         self._supervisor.request_stop(Stop.KILL, by=_name(who))
         return "killed: the shard in hand is dropped; started again, the run computes it anew"
+
+    def _touch(self) -> None:
+        # A full disk must not keep anybody from ending a run.
+        with contextlib.suppress(TapdeckError):
+            self._supervisor.pauses.touch()
 
     def _refused(self, status: int, code: str, message: str, remedy: str | None) -> RequestRefusedError:
         revision = self._supervisor.pauses.revision

@@ -3,7 +3,8 @@
 Owns connections and nothing else: it asks `SnapshotMaker` and `Actions`. Which socket a request came through
 decides whether it may change anything, so a read-only client is refused here, whatever it sends. Each
 stream has a task of its own and sends what has changed since its last message: a client that does not read
-holds up nobody, and is dropped after `SLOW_READER_S`.
+holds up nobody, and is dropped after `SLOW_READER_S`. A connection that is gone may change nothing: nobody can
+say any more which socket it came through.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from extractor.errors import TapdeckError
 from extractor.protocol import api
 from extractor.supervisor import log_files
 from extractor.supervisor.actions import RequestRefusedError, decode_request
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MUTATING = {"POST", "PUT", "PATCH", "DELETE"}
-"""Every request of these methods changes something and is refused on the read-only socket."""
+SAFE = {"GET", "HEAD", "OPTIONS"}
+"""Requests of all other methods may change something and are refused on the read-only socket."""
 SLOW_READER_S = 20.0
 MIN_INTERVAL_S = 0.2
 """Changes of state are sent at once, but not faster than this."""
@@ -49,8 +51,23 @@ _encode = msgspec.json.Encoder().encode
 class Server:
     """The control API of one run."""
 
-    def __init__(self, supervisor: Supervisor, actions: Actions, folder: RunFolder) -> None:
-        """Serves nothing yet; `snapshots` is to be set before `start`."""
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        actions: Actions,
+        folder: RunFolder,
+        *,
+        slow_reader_s: float = SLOW_READER_S,
+    ) -> None:
+        """Serves nothing yet; `snapshots` is to be set before `start`.
+
+        Args:
+            supervisor: what consoles are told of.
+            actions: what they may do.
+            folder: of the run, for its logs.
+            slow_reader_s: a client that reads nothing for so long is dropped.
+        """
+        self._slow_reader_s = slow_reader_s
         self._supervisor = supervisor
         self._actions = actions
         self._folder = folder
@@ -58,7 +75,7 @@ class Server:
         self._no_streams = asyncio.Event()
         self._no_streams.set()
         self._is_ending = False
-        self._readonly_path = ""
+        self._path = ""
         self._runner: web.AppRunner | None = None
         self.snapshots: SnapshotMaker | None = None
 
@@ -73,7 +90,7 @@ class Server:
         Raises:
             OSError: a socket cannot be made.
         """
-        self._readonly_path = str(readonly_path)
+        self._path = str(path)
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -109,9 +126,11 @@ class Server:
             return await handler(request)
         except RequestRefusedError as refused:
             return _json(refused.answer, status=refused.status)
+        except TapdeckError as error:
+            return _json(api.Refusal(code=error.code, message=error.message, remedy=error.remedy), status=500)
         except web.HTTPException as error:
             answer = api.Refusal(
-                code="bad_request", message=f"{error.reason}: {request.method} {request.path}"
+                code="bad_request", message=_clean(f"{error.reason}: {request.method} {request.path}")
             )
             return _json(answer, status=error.status)
 
@@ -129,20 +148,18 @@ class Server:
             )
         # Actions are refused where they are logged: the audit shows who tried what.
         is_action = request.path.startswith("/v1/actions/")
-        if request.method in MUTATING and self._is_read_only(request) and not is_action:
+        if request.method not in SAFE and self._is_read_only(request) and not is_action:
             raise RequestRefusedError(403, api.Refusal(code="read_only", message="this client is read-only"))
 
     async def _run(self, _: web.Request) -> web.Response:
         return _json(self._snapshot())
 
     async def _act(self, request: web.Request) -> web.Response:
-        answer = self._actions.act(
-            request.match_info["name"],
-            decode_request(await request.read()),
-            _peer(request),
-            is_read_only=self._is_read_only(request),
-        )
-        return _json(answer)
+        # Before the body is awaited: who asks may be gone by then.
+        who, is_read_only = _peer(request), self._is_read_only(request)
+        body = await request.read()
+        asked = api.ActionRequest() if is_read_only else decode_request(body)
+        return _json(self._actions.act(request.match_info["name"], asked, who, is_read_only=is_read_only))
 
     async def _events(self, request: web.Request) -> web.Response:
         after = _number(request, "after", 0)
@@ -193,7 +210,7 @@ class Server:
     ) -> None:
         seq = 0
         known = self._snapshot()
-        await _send(stream, api.StreamSnapshot(seq, known))
+        await self._send(stream, api.StreamSnapshot(seq, known))
         while not reader.done():
             is_last = self._is_ending
             if not is_last:
@@ -201,12 +218,16 @@ class Server:
                 change.clear()
             now = self._snapshot()
             seq += 1
-            await _send(stream, api.delta(known, now, seq=seq))
+            await self._send(stream, api.delta(known, now, seq=seq))
             known = now
             if is_last:
                 async with asyncio.timeout(END_WAIT_S):
                     await stream.close()
                 return
+
+    async def _send(self, stream: web.WebSocketResponse, message: api.StreamMessage) -> None:
+        async with asyncio.timeout(self._slow_reader_s):
+            await stream.send_str(_encode(message).decode())
 
     def _snapshot(self) -> api.Snapshot:
         if self.snapshots is None:
@@ -214,8 +235,7 @@ class Server:
         return self.snapshots.make()
 
     def _is_read_only(self, request: web.Request) -> bool:
-        name = request.transport.get_extra_info("sockname") if request.transport else None
-        return name == self._readonly_path
+        return request.transport is None or request.transport.get_extra_info("sockname") != self._path
 
 
 async def _drain(stream: web.WebSocketResponse) -> None:
@@ -233,11 +253,6 @@ async def _wait(change: asyncio.Event, reader: asyncio.Task[None], interval_s: f
         {waiter, reader}, timeout=max(0.0, interval_s - MIN_INTERVAL_S), return_when=asyncio.FIRST_COMPLETED
     )
     waiter.cancel()
-
-
-async def _send(stream: web.WebSocketResponse, message: api.StreamMessage) -> None:
-    async with asyncio.timeout(SLOW_READER_S):
-        await stream.send_str(_encode(message).decode())
 
 
 def _json(value: Any, *, status: int = 200) -> web.Response:
@@ -275,10 +290,15 @@ def _seconds(request: web.Request, name: str, default: float) -> float:
     return value
 
 
+def _clean(text: str) -> str:
+    """What a client sent, as text that can be written and shown: bytes that are no UTF-8 come as surrogates."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
 def _peer(request: web.Request) -> Who:
     """Who is at the other end: uid and pid from the kernel, the place as the client says."""
     connection = request.transport.get_extra_info("socket") if request.transport else None
-    origin = request.headers.get(api.ORIGIN_HEADER, "")[:200] or None
+    origin = _clean(request.headers.get(api.ORIGIN_HEADER, ""))[:200] or None
     if connection is None:
         return Who("unknown", origin=origin)
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
