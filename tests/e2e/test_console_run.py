@@ -18,7 +18,7 @@ from tests.support.pty import Terminal
 from tests.support.supervised import Gate, Supervised
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 180.0
+DEADLINE_S = 400.0
 STALL_S = 30.0
 
 

@@ -64,22 +64,6 @@ def dies_of_shard_1() -> None:
     worker.Worker._work = begin
 
 
-def raises_in_shard_1() -> None:
-    """The computation of shard 1 raises, as CUDA does after an illegal memory access."""
-
-    def illegal_access(*_):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    work = worker.Worker._work
-
-    def begin(self, engine, shard):
-        if shard.index == 1:
-            HostPool.copy = illegal_access
-        work(self, engine, shard)
-
-    worker.Worker._work = begin
-
-
 def _write_to(rule) -> None:
     pool = worker.WriterPool
     worker.WriterPool = lambda *args: pool(*args, files=faults.FaultyFileSystem(rule))

@@ -17,7 +17,14 @@ REPORTS = [
     protocol.Failed("proof", 7, "message", None, "trace"),
     protocol.Bye(1000),
 ]
-REQUESTS = [protocol.WorkShard(4), protocol.Finish(), protocol.Stop(), protocol.Drain(), protocol.Hold(), protocol.Resume()]
+REQUESTS = [
+    protocol.WorkShard(4),
+    protocol.Finish(),
+    protocol.Stop(),
+    protocol.Drain(),
+    protocol.Hold(),
+    protocol.Resume(),
+]
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: type(report).__name__)
