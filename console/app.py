@@ -29,6 +29,7 @@ from console.screens.overview import OverviewScreen
 from console.widgets.lines import visible
 from console.widgets.signs import ASCII, UNICODE, Signs
 from console.widgets.view import Link
+from console.workers import begin
 from extractor.errors import TapdeckError
 from extractor.protocol.states import Depth, State
 
@@ -152,7 +153,7 @@ class TapdeckApp(App[None], inherit_bindings=False):
         self.call_after_refresh(self._listen, feed)
 
     def _listen(self, feed: Feed) -> None:
-        self.run_worker(self._follow(feed), group="feed", exclusive=True)
+        begin(self, "feed", self._follow, feed)
 
     async def _follow(self, feed: Feed) -> None:
         async for update in feed.updates():
@@ -318,7 +319,7 @@ class TapdeckApp(App[None], inherit_bindings=False):
 
     def _act(self, action_id: str, revision: int, answer: object, depth: Depth | None = None) -> None:
         if answer:
-            self.run_worker(self._ask(BY_ID[action_id], revision, depth), group="act")
+            begin(self, "act", self._ask, BY_ID[action_id], revision, depth, exclusive=False)
 
     async def _ask(self, spec: ActionSpec, revision: int, depth: Depth | None) -> None:
         if self.feed is None or spec.action is None:
@@ -339,6 +340,8 @@ class TapdeckApp(App[None], inherit_bindings=False):
             return "detached"
         if view.link == Link.ENDED and view.snapshot is not None:
             return f"{view.name} is {view.snapshot.state.state}: {view.snapshot.state.why}"
+        if view.link == Link.WAITING:
+            return f"detached; nothing was heard of {view.name} yet: see tapdeck status {view.name}"
         if view.link == Link.LOST and view.is_alive is not True:
             return f"detached; no word from the supervisor of {view.name}: see tapdeck status {view.name}"
         return f"detached; the run continues: tapdeck attach {view.name}"

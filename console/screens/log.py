@@ -23,6 +23,7 @@ from console.widgets.lines import Line, Span, line, visible, wrapped
 from console.widgets.panel import Panel
 from console.widgets.view_panel import FilledPanel, ViewPanel
 from console.widgets.work_panels import event_line
+from console.workers import begin
 from extractor.errors import TapdeckError
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class LogScreen(RunScreen):
         self._lines.clear()
         self._num_read, self._below, self._trouble = 0, 0, ""
         self._redraw()
-        self.run_worker(self._read(self._source), group="log", exclusive=True)
+        begin(self, "log", self._read, self._source)
 
     async def _read(self, source: str) -> None:
         offset: int | None = None

@@ -20,6 +20,7 @@ from console.widgets.panel import Panel
 from console.widgets.run_panels import state_role
 from console.widgets.view import whole_duration
 from console.widgets.view_panel import ViewPanel
+from console.workers import begin
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
@@ -65,7 +66,7 @@ class RunsScreen(RunScreen):
     def opened(self) -> None:
         """Begins to look."""
         self._draw()
-        self.run_worker(self._look(), group="runs", exclusive=True)
+        begin(self, "runs", self._look)
 
     def on_resize(self, event: Resize) -> None:
         """Columns depend on the width."""

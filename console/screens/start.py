@@ -22,6 +22,7 @@ from console.screens.dialogs import ConfirmDialog
 from console.widgets.field import Field
 from console.widgets.lines import Line, Role, Span, line, wrapped
 from console.widgets.panel import Panel
+from console.workers import begin
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
@@ -129,7 +130,7 @@ class StartScreen(RunScreen):
         if event.value.strip():
             self._path = str(Path(event.value.strip()).expanduser())
             self._estimate, self._refusal = None, ()
-            self.run_worker(self._do_estimate(self._path), group="start", exclusive=True)
+            begin(self, "start", self._do_estimate, self._path)
 
     async def _do_estimate(self, path: str) -> None:
         outcome = await self._command("estimate", path, "--json")
@@ -184,7 +185,7 @@ class StartScreen(RunScreen):
 
     def _answered(self, answer: bool | None) -> None:
         if answer:
-            self.run_worker(self._do_start(self._path), group="start", exclusive=True)
+            begin(self, "start", self._do_start, self._path)
 
     async def _do_start(self, path: str) -> None:
         self._estimate = None

@@ -20,8 +20,8 @@ import ptyprocess
 
 TESTS = Path(__file__).parent.parent
 SETTLE_S = 5.0
-LAST_ON_SCREEN = b"detach"
-"""Label of the last key of the key line: when it is there, the first overview is complete."""
+LAST_ON_SCREEN = b"attached from ssh"
+"""The last of the events: when it is there, the first overview with data is complete."""
 
 
 class Case(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 from tests.support.pty_program import PtyProgram
 
 PROGRAM = ("-m", "tests.support.console_program")
-PAINTED = b"detach"
+PAINTED = b"RUNNING"
 LEFT = b"\x1b[?1049l"
 CURSOR = b"\x1b[?25h"
 FAREWELL = b"detached; the run continues: tapdeck attach kimi-k25-eagle3\r\n"
@@ -53,6 +53,15 @@ def test_an_error_of_the_console_gives_the_terminal_back_and_shows_a_traceback()
         assert b"Traceback (most recent call last)" in after
         assert b"RuntimeError: crash asked for by a test" in after
         assert b"run continues" in after
+
+
+def test_leaving_at_once_leaves_no_warning_behind():
+    with PtyProgram(*PROGRAM) as terminal:
+        terminal.read_until(b"tapdeck")
+        terminal.type(b"q")
+        assert terminal.read_to_end() == 0
+        assert_given_back(terminal)
+        assert b"Warning" not in terminal.written
 
 
 def test_mouse_reports_are_never_asked_for():

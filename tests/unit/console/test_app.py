@@ -95,6 +95,11 @@ def test_the_farewell_says_how_things_stand(update, expected, clock):
     assert app.farewell() == expected
 
 
+def test_before_the_first_word_the_farewell_promises_nothing(clock):
+    app = TapdeckApp(FakeFeed(), clock=clock)
+    assert "continues" not in app.farewell()
+
+
 def test_without_a_run_the_farewell_promises_nothing(clock):
     assert TapdeckApp(None, clock=clock).farewell() == "detached"
 
