@@ -11,16 +11,24 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any, Self
 
-import aiohttp
 import msgspec
 
-from extractor.errors import ConflictError, NoRunError, RefusedError, TapdeckError, UnreachableError
+from extractor.errors import (
+    ConfigError,
+    ConflictError,
+    NoRunError,
+    RefusedError,
+    TapdeckError,
+    UnreachableError,
+)
 from extractor.processes import ProcessIdentity, RealMachine, is_alive
 from extractor.protocol import api
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from types import TracebackType
+
+    import aiohttp
 
     from extractor.folders import RunFolder
     from extractor.protocol.states import Action, Depth
@@ -88,6 +96,9 @@ class Client:
                 "shows its last state",
                 code="not_running",
             )
+        # A fifth of a second that an ended run, and the first picture of a live one, need not wait for.
+        import aiohttp
+
         path = record.readonly_socket if self.read_only else record.socket
         headers = {api.VERSION_HEADER: str(api.API_VERSION)}
         ssh = os.environ.get("SSH_CONNECTION", "").split(" ")[0]
@@ -154,13 +165,15 @@ class Client:
         Raises:
             UnreachableError: the supervisor is gone without a word.
         """
+        from aiohttp import WSCloseCode, WSMsgType
+
         snapshot: api.Snapshot | None = None
         with self._explained():
             async with self._http.ws_connect(
                 "/v1/stream", params={"interval_s": f"{interval_s:g}"}, max_msg_size=0, heartbeat=10.0
             ) as socket:
                 async for message in socket:
-                    if message.type not in {aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY}:
+                    if message.type not in {WSMsgType.TEXT, WSMsgType.BINARY}:
                         break
                     match _decode_message(message.data):
                         case api.StreamSnapshot() as whole:
@@ -170,7 +183,7 @@ class Client:
                                 raise UnreachableError("the supervisor's stream began without a snapshot")
                             snapshot = api.apply(snapshot, change)
                     yield snapshot
-                if socket.close_code != aiohttp.WSCloseCode.OK:
+                if socket.close_code != WSCloseCode.OK:
                     raise UnreachableError(
                         f"{self.run.name}: its supervisor ended the stream (code {socket.close_code})"
                     )
@@ -200,6 +213,8 @@ class Client:
 
     @contextlib.contextmanager
     def _explained(self) -> Any:
+        import aiohttp
+
         try:
             yield
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
@@ -214,5 +229,6 @@ def _error(body: bytes, status: int) -> TapdeckError:
         refusal = _decode_refusal(body)
     except msgspec.DecodeError:
         return UnreachableError(f"the supervisor answered with status {status}")
-    kind = {403: RefusedError, 404: NoRunError, 500: TapdeckError}.get(status, ConflictError)
+    kinds = {400: ConfigError, 403: RefusedError, 404: NoRunError, 409: ConflictError}
+    kind = kinds.get(status, TapdeckError)
     return kind(refusal.message, remedy=refusal.remedy, code=refusal.code)
