@@ -484,6 +484,12 @@ class Supervisor:
             return
         await self._unless_stopped(engine.leave(), level=Stop.KILL)
         await engine.close()
+        # What it had in the making is nobody's any more. Its parts alone: others may still write.
+        try:
+            await asyncio.to_thread(listing.clean_parts, self.output, replica=engine.replica.name)
+        except TapdeckError as error:
+            self._note_once(error.message)
+        # From here on without a pause: nobody may see a half of it.
         self.engine = None
         self._ready = None
         if self._gpu_uuid is not None:
@@ -494,11 +500,6 @@ class Supervisor:
             self._set_cell(shard, PENDING)
         self._in_hand.clear()
         self.changed()
-        # What it had in the making is nobody's any more. Its parts alone: others may still write.
-        try:
-            await asyncio.to_thread(listing.clean_parts, self.output, replica=engine.replica.name)
-        except TapdeckError as error:
-            self._note_once(error.message)
 
     def _judge_end(self, engine: EngineControl, queue: ShardQueue) -> None:
         if engine.fault is not None:

@@ -402,7 +402,9 @@ async def test_a_run_whose_output_was_taken_over_ends_at_once_and_writes_nothing
         await moment(run)
         path = run.output / "lease.json"
         theirs = path.read_bytes().replace(run.supervisor._lease.record.token.encode(), b"theirs")
-        path.write_bytes(theirs)
+        # Between two heartbeats, not in the middle of one.
+        async with run.supervisor._lease_lock:
+            path.write_bytes(theirs)
         await run.end()
         assert path.read_bytes() == theirs
         path.unlink()
