@@ -1,5 +1,6 @@
 """Times of the supervisor that let a lost wake-up be seen, and do not let a test wait."""
 
+import gc
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,15 @@ def times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "LEASE_POLL_S", 0.01)
     # The death of a thread cannot be noticed in any other way.
     monkeypatch.setattr(engine_control, "LISTEN_S", 0.01)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_collections() -> Iterator[None]:
+    """Each run is looked through for errors that nobody retrieved; not all the libraries with it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
