@@ -174,10 +174,10 @@ def disk(view: View, width: int) -> list[Line]:
         return (
             [head, line((" not known yet", "dim"))] if view.wide else [line((" disk: not known yet", "dim"))]
         )
-    # Before the run is prepared nothing is needed yet, and that is no good news.
-    role: Role = (
-        "dim" if snapshot is None or snapshot.progress is None else "good" if found.is_enough else "bad"
-    )
+    if snapshot is None or snapshot.progress is None:
+        # What the run needs and keeps free is not known yet: zeros would read like facts.
+        return _unprepared(view, head, found)
+    role: Role = "good" if found.is_enough else "bad"
     if not view.wide:
         return [
             (
@@ -205,6 +205,14 @@ def disk(view: View, width: int) -> list[Line]:
         line(" ", (found.verdict, role)),
         line((f" {_full(found)}", "dim")),
     ]
+
+
+def _unprepared(view: View, head: Line, found: Disk) -> list[Line]:
+    free = f"{words.bytes_words(found.free_bytes)} free"
+    if not view.wide:
+        return [(Span(" disk "), *facts(view, free, (found.verdict, "dim")))]
+    used = f"used {words.bytes_words(found.used_bytes)} of {words.bytes_words(found.total_bytes)}"
+    return [head, (Span(" "), *facts(view, used, free)), line((f" {found.verdict}", "dim"))]
 
 
 def _full(found: Disk) -> str:
