@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+import time
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from played_run import PlayedRun
 
 from extractor import protocol
-from extractor.protocol.states import Depth, Reason, State
+from extractor.protocol.states import Action, Depth, Reason, State, refusal
 
 SHARDS = 4
 STEPS = st.one_of(
@@ -32,7 +33,7 @@ async def step(run, what, value):
     match what:
         case "allow":
             run.launcher.allow(value)
-        case "pause":
+        case "pause" if refusal(Action.PAUSE, run.state, run.pauses.pauses) is None:
             run.pause(value)
         case "resume":
             run.resume()
@@ -61,7 +62,9 @@ async def go_on(run):
     """Nothing more happens but that it is resumed whenever it pauses for the disk."""
     run.resume()
     run.launcher.allow()
+    end = time.monotonic() + 20
     while not run.task.done():
+        assert time.monotonic() < end, f"the run stands still; {run.describe()}"
         if run.pauses.has(Reason.DISK):
             run.skip(60)
         await asyncio.sleep(0.001)
@@ -73,8 +76,7 @@ async def live(steps):
             run.start()
             for what, value in steps:
                 await step(run, what, value)
-            async with asyncio.timeout(20):
-                await go_on(run)
+            await go_on(run)
             await run.end()
 
         failure = run.supervisor.failure
