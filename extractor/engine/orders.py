@@ -17,7 +17,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from extractor.protocol import Drain, Finish, Hold, Resume, Stop, WorkShard
+from extractor.protocol import Drain, Finish, Held, Hold, Resume, Stop, WorkShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,14 +32,14 @@ class Orders:
         self,
         *,
         grace_s: float,
-        on_held: Callable[[int | None], None],
+        on_held: Callable[[Held], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing was told yet.
 
         Args:
             grace_s: how long the shard in hand may go on once the supervisor is gone.
-            on_held: called with the shard in hand, if any, when a hold takes effect. In the compute thread; it
+            on_held: called with the report to send when a hold takes effect. In the compute thread; it
                 must not block, since no request is taken meanwhile: none can come between hold and report.
             clock: monotonic seconds.
         """
@@ -55,6 +55,7 @@ class Orders:
         self._is_draining = False
         self._is_holding = False
         self._owes_held = False
+        self._hold_number = 0
         self._alone_since: float | None = None
 
     def tell(self, request: AnyRequest) -> None:
@@ -71,6 +72,7 @@ class Orders:
                     self._is_draining = True
                 case Hold():
                     self._is_holding = self._owes_held = True
+                    self._hold_number = request.number
                 case Resume():
                     self._is_holding = self._owes_held = False
         self._news.put(None)
@@ -116,4 +118,4 @@ class Orders:
         # Under the lock: a Held that follows a Resume would be taken for the answer to the next Hold.
         if self._owes_held:
             self._owes_held = False
-            self._on_held(shard)
+            self._on_held(Held(shard, self._hold_number))

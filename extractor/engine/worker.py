@@ -192,7 +192,7 @@ def main(argv: list[str]) -> int:
     """
     started_at = time.monotonic()
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=EngineSpec)
-    orders = Orders(grace_s=spec.grace_s, on_held=lambda shard: channel.send(protocol.Held(shard)))
+    orders = Orders(grace_s=spec.grace_s, on_held=lambda held: channel.send(held))  # noqa: PLW0108 -- made below
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: orders.stop())
     lifeline = os.environ.pop("TAPDECK_LIFELINE_FD", None)

@@ -95,7 +95,13 @@ class Drain(Request, frozen=True):
 
 
 class Hold(Request, frozen=True):
-    """Compute nothing more after the batch in flight, until `Resume`; everything stays loaded."""
+    """Compute nothing more after the batch in flight, until `Resume`; everything stays loaded.
+
+    Attributes:
+        number: of the holds of this start; `Held` repeats it.
+    """
+
+    number: int = 0
 
 
 class Resume(Request, frozen=True):
@@ -164,9 +170,11 @@ class Held(Report, frozen=True):
 
     Attributes:
         shard: the shard in hand, of which some batches are computed; None between two shards.
+        number: of the `Hold` that this answers: one that was lifted meanwhile says nothing of the next.
     """
 
     shard: int | None
+    number: int = 0
 
 
 class BatchDone(Report, frozen=True):

@@ -65,8 +65,9 @@ class Actions:
         except TapdeckError as error:
             self._log(name, request, who, old, result=error.message)
             raise
-        supervisor.changed()
+        # The person first, then what follows from it.
         self._log(name, request, who, old, result="ok")
+        supervisor.changed()
         supervisor.wake_watchers()
         self._last = f"{name} by {who.user}"
         answer = ActionResult(message=message, revision=supervisor.pauses.revision, state=supervisor.state)
@@ -155,12 +156,12 @@ class Actions:
 
     def _stop(self, who: Who) -> str:
         self._touch()
-        self._supervisor.request_stop(Stop.DRAIN, by=_name(who))
+        self._supervisor.note_stop(Stop.DRAIN, by=_name(who))
         return "stopping: the shard in hand is finished first; started again, the run goes on from there"
 
     def _kill(self, who: Who) -> str:
         self._touch()
-        self._supervisor.request_stop(Stop.KILL, by=_name(who))
+        self._supervisor.note_stop(Stop.KILL, by=_name(who))
         return "killed: the shard in hand is dropped; started again, the run computes it anew"
 
     def _touch(self) -> None:
@@ -182,7 +183,7 @@ class Actions:
             action=name,
             depth=request.depth,
             old=old,
-            new=supervisor.state,
+            new=supervisor.next_state,
             revision=supervisor.pauses.revision,
             result=result,
         )

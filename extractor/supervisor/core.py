@@ -231,13 +231,21 @@ class Supervisor:
 
     def request_stop(self, how: Stop, *, by: str) -> None:
         """Ends the run; not the pauses, which are in force again at the next start. Does nothing after its end."""
-        if self._has_ended:
-            return
-        if self.stop is None or how > self.stop:
-            self.stop = how
-            self.stopped_by = self.stopped_by or by
-        self._stop_event.set()
+        self.note_stop(how, by=by)
         self.changed()
+
+    def note_stop(self, how: Stop, *, by: str) -> None:
+        """As `request_stop`, for those who call `changed` themselves."""
+        if not self._has_ended:
+            if self.stop is None or how > self.stop:
+                self.stop = how
+                self.stopped_by = self.stopped_by or by
+            self._stop_event.set()
+
+    @property
+    def next_state(self) -> State:
+        """What `changed` would make the state now."""
+        return lifecycle.derive(self._facts())
 
     def changed(self) -> None:
         """Derives the state anew, tells those who watch, and wakes the loop. Call after each change of a fact."""
@@ -373,7 +381,11 @@ class Supervisor:
         return is_done or self.stop is not None or self.failure is not None
 
     def _pause_s(self) -> float:
-        return min(POLL_S, self.restart_in_s or POLL_S)
+        # Looked at once: what is over by now was perhaps not when a rank would have been started.
+        wait_s = self.restart_in_s
+        if wait_s > 0.0:
+            return min(POLL_S, wait_s)
+        return 0.0 if self.engine is None and self._may_start() else POLL_S
 
     async def _beat(self) -> None:
         """Says that we live, from the first moment to the last: preparing takes longer than a lease lasts."""

@@ -88,6 +88,7 @@ class EngineControl:
         self._wake = wake
         self._can_hear = False
         self._is_told_to_hold = False
+        self._hold_number = -1
         self._told_to_leave: Wish | None = None
         self._listener = asyncio.get_running_loop().create_task(self._listen())
 
@@ -136,13 +137,15 @@ class EngineControl:
 
     def _hold_or_run(self, wish: Wish) -> None:
         if wish == Wish.HOLD and not self._is_told_to_hold:
-            self.replica.send(protocol.Hold())
+            self._hold_number += 1
+            self.replica.send(protocol.Hold(self._hold_number))
             self._is_told_to_hold = True
         elif wish == Wish.RUN and self._is_told_to_hold:
             self.replica.send(protocol.Resume())
             self._is_told_to_hold = False
             if self.phase == EnginePhase.HELD:
                 self.phase = EnginePhase.WORKING
+                self.stage = "ready"
 
     def _leave(self, wish: Wish) -> None:
         told = self._told_to_leave
@@ -158,6 +161,12 @@ class EngineControl:
             self.replica.send(_LEAVING[wish])
         self.phase = EnginePhase.LEAVING
         self.stage = "leaving"
+
+    def _is_answer(self, held: protocol.Held) -> bool:
+        """Whether the rank is held now, and not by a hold that was lifted meanwhile."""
+        return (
+            self._is_told_to_hold and held.number == self._hold_number and self.phase == EnginePhase.WORKING
+        )
 
     async def _listen(self) -> None:
         try:
@@ -192,11 +201,7 @@ class EngineControl:
                 self.started_shard = report.shard
             case protocol.BatchDone():
                 self.batch = (report.shard, report.batch)
-                if self.phase == EnginePhase.HELD:
-                    # That was the answer to an earlier hold; the one to this hold follows.
-                    self.phase = EnginePhase.WORKING
-                    self.stage = "ready"
-            case protocol.Held() if self._is_told_to_hold and self.phase == EnginePhase.WORKING:
+            case protocol.Held() if self._is_answer(report):
                 self.phase = EnginePhase.HELD
                 self.stage = "held"
             case protocol.Failed():

@@ -133,6 +133,7 @@ class ScriptedRank:
         self._batch = 0
         self._shards: deque[int] = deque()
         self._holds = self._owes_held = False
+        self._hold_number = 0
         self._drains = self._stops = self._finishes = False
         self._thread = threading.Thread(target=self._run, name=f"rank-{self.pid}", daemon=True)
 
@@ -254,6 +255,7 @@ class ScriptedRank:
                 self._drains = True
             case protocol.Hold():
                 self._holds = self._owes_held = True
+                self._hold_number = request.number
             case protocol.Resume():
                 self._holds = self._owes_held = False
 
@@ -265,7 +267,7 @@ class ScriptedRank:
             return self._end_batch()
         if self._owes_held:
             self._owes_held = False
-            self._say(protocol.Held(self.shard))
+            self._say(protocol.Held(self.shard, self._hold_number))
             return True
         return self._between_shards() if self.shard is None else self._between_batches(self.shard)
 

@@ -305,3 +305,23 @@ async def test_a_shard_is_not_blamed_for_a_death_before_it_begins_anew(short_pat
 
     assert run.events("shard_retry", "shard_failed") == []
     assert run.state == State.FINISHED
+
+
+async def test_a_wait_for_a_restart_that_ends_between_two_looks_is_noticed(short_path, monkeypatch):
+    monkeypatch.setattr(core, "BACKOFF_S", (1000.0,))
+    async with PlayedRun(short_path) as run:
+        run.launcher.may_load = False
+        run.start()
+        await run.until(lambda: run.launcher.ranks, "rank")
+        run.launcher.rank.die()
+        await run.until(lambda: run.supervisor.restarts and run.supervisor.engine is None, "death")
+        await run.until(lambda: not run.supervisor._wake.is_set(), "look")
+        due = run.supervisor._not_before
+        times = iter([due - 0.001])
+        monkeypatch.setattr(run.supervisor, "_clock", lambda: next(times, due))
+        run.supervisor.changed()
+        await run.until(lambda: len(run.launcher.ranks) == 2, "second rank")
+        run.launcher.rank.load()
+        await run.finish()
+
+    assert run.state == State.FINISHED

@@ -139,12 +139,16 @@ async def test_an_answer_to_an_earlier_hold_is_not_taken_for_the_rank_being_held
         run.start()
         await run.shard_in_flight(0)
         run.pause(Depth.HOLD)
-        await run.until(lambda: protocol.Hold() in run.launcher.rank.heard, "hold at the rank")
-        # A `Held` that was on its way when the hold was lifted and put in force again.
-        run.launcher.rank.say(protocol.Held(0))
-        await run.to_state(State.HELD)
-        run.launcher.rank.say(protocol.BatchDone(0, 0, 0))
-        await run.to_state(State.HOLDING)
+        await run.until(lambda: protocol.Hold(0) in run.launcher.rank.heard, "hold at the rank")
+        run.resume()
+        await run.until(lambda: protocol.Resume() in run.launcher.rank.heard, "resume at the rank")
+        run.pause(Depth.HOLD)
+        await run.until(lambda: protocol.Hold(1) in run.launcher.rank.heard, "second hold at the rank")
+        # The answer to the first was on its way all the time; a report after it shows that it was read.
+        run.launcher.rank.say(protocol.Held(0, number=0))
+        run.launcher.rank.say(protocol.BatchDone(0, 7, 0))
+        await run.until(lambda: run.supervisor.engine.batch == (0, 7), "the reports")
+        assert run.state == State.HOLDING
         run.launcher.allow(1)
         await run.to_state(State.HELD)
         run.resume()

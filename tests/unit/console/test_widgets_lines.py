@@ -38,7 +38,10 @@ def test_the_left_end_gives_way_to_the_right_one():
     assert plain(apart(line("a long name"), line("right"), 12, more="…")) == "a lon… right"
 
 
-@given(st.text(alphabet=st.characters(blacklist_characters="\n", blacklist_categories=["Cs"])), st.integers(2, 30))
+@given(
+    st.text(alphabet=st.characters(blacklist_characters="\n", blacklist_categories=["Cs"])),
+    st.integers(2, 30),
+)
 def test_wrapping_loses_only_blanks(text, width):
     shown = visible(text)
     found = "".join(plain(one) for one in wrapped(shown, width, most=10_000, more="…"))

@@ -17,7 +17,9 @@ class Rank:
     def __init__(self):
         self.now = 0.0
         self.held = queue.SimpleQueue()
-        self.orders = Orders(grace_s=60.0, on_held=self.held.put, clock=lambda: self.now)
+        self.orders = Orders(
+            grace_s=60.0, on_held=lambda held: self.held.put(held.shard), clock=lambda: self.now
+        )
 
     def told(self, *requests):
         for request in requests:
