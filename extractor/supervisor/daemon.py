@@ -178,10 +178,10 @@ async def _serve(
         place.announce()
         supervisor.events.add(Event.SUPERVISOR_STARTED, pid=os.getpid())
         announce(Ready(folder.name, str(folder.path), os.getpid()))
-        saver = asyncio.get_running_loop().create_task(_save_snapshots(folder, server.snapshots, supervisor))
+        saver = _Saver(folder, server.snapshots, supervisor)
         await supervisor.run()
     await server.finish()
-    saver.cancel()
+    await saver.end()
     last = server.snapshots.make()
     _save(folder, last)
     supervisor.events.add(Event.SUPERVISOR_ENDED, pid=os.getpid())
@@ -262,22 +262,37 @@ def _run_info(
     )
 
 
-async def _save_snapshots(folder: RunFolder, snapshots: SnapshotMaker, supervisor: Supervisor) -> None:
+class _Saver:
     """Keeps `snapshot.json` near the truth, for those who come when this process is gone."""
-    change = supervisor.watch()
-    while True:
-        change.clear()
-        snapshot = snapshots.make()
-        await asyncio.to_thread(_save, folder, snapshot)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(change.wait(), SAVE_EVERY_S)
+
+    def __init__(self, folder: RunFolder, snapshots: SnapshotMaker, supervisor: Supervisor) -> None:
+        self._folder = folder
+        self._snapshots = snapshots
+        self._change = supervisor.watch()
+        self._is_ending = False
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def end(self) -> None:
+        """No older snapshot is written after this."""
+        self._is_ending = True
+        self._change.set()
+        await self._task
+
+    async def _run(self) -> None:
+        while not self._is_ending:
+            self._change.clear()
+            await asyncio.to_thread(_save, self._folder, self._snapshots.make())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._change.wait(), SAVE_EVERY_S)
 
 
 def _save(folder: RunFolder, snapshot: api.Snapshot) -> None:
-    # No fsync: it is a convenience, and what it says is rebuilt from the truth at the next start.
+    # No fsync: it is a convenience, and what it says is rebuilt from the truth at the next start. A full
+    # disk leaves the one from before.
     part = folder.snapshot.with_suffix(".part")
-    part.write_bytes(msgspec.json.encode(snapshot) + b"\n")
-    part.replace(folder.snapshot)
+    with contextlib.suppress(OSError):
+        part.write_bytes(msgspec.json.encode(snapshot) + b"\n")
+        part.replace(folder.snapshot)
 
 
 def main(argv: list[str]) -> int:

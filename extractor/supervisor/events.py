@@ -76,6 +76,7 @@ class EventLog:
         self._encoder = msgspec.json.Encoder()
         self.tail: deque[EventLine] = deque(maxlen=KEPT_LINES)
         self._number = 0
+        self._num_lost = 0
         for line in _last_lines(path):
             self._remember(line)
         self._end_broken_line(path)
@@ -87,8 +88,31 @@ class EventLog:
         if who is not None:
             values["who"] = msgspec.to_builtins(who)
         values |= fields
-        self._file.write(self._encoder.encode(values) + b"\n")
+        self._write(self._encoder.encode(values) + b"\n")
         self._remember(values)
+
+    def _write(self, line: bytes) -> None:
+        """All of a line, or, on a full disk, none of it: the run matters more than its log.
+
+        Consoles are told all the same, and the next line that can be written says how many are missing.
+        """
+        if self._num_lost:
+            lost = {
+                "event": Event.NOTE.value,
+                "text": f"{self._num_lost} events could not be written: disk full",
+            }
+            line = self._encoder.encode(lost) + b"\n" + line
+        begin = self._file.seek(0, os.SEEK_END)
+        try:
+            written = self._file.write(line)
+        except OSError:
+            self._num_lost += 1
+            return
+        if written < len(line):
+            self._file.truncate(begin)
+            self._num_lost += 1
+        else:
+            self._num_lost = 0
 
     def close(self) -> None:
         """Closes the file."""

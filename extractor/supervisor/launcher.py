@@ -8,7 +8,9 @@ has, so that it learns of our death whatever the cause.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -98,16 +100,20 @@ class _LocalRank:
         return self._process.pid
 
     def poll(self) -> int | None:
+        self._end_helpers()
         code = self._process.poll()
         if code is not None:
             self._drop_lifeline()
         return code
 
     def wait(self, timeout_s: float) -> int | None:
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+        # Not `Popen.wait`, which would reap the process before its helpers are ended.
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(self._process.pid)
+            try:
+                select.select([fd], [], [], timeout_s)
+            finally:
+                os.close(fd)
         return self.poll()
 
     def kill(self, *, wait: bool = True) -> None:
@@ -118,7 +124,19 @@ class _LocalRank:
                 self._process.wait()
                 self._drop_lifeline()
 
+    def _end_helpers(self) -> None:
+        """Ends what a process that has ended left in its session: such helpers keep GPU memory for ever.
+
+        Before it is reaped, since until then nobody else can have its number.
+        """
+        if self._process.returncode is not None:
+            return
+        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+            if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def _drop_lifeline(self) -> None:
-        if self._lifeline_fd is not None:
-            os.close(self._lifeline_fd)
-            self._lifeline_fd = None
+        # Two threads may end a rank: who takes the descriptor closes it.
+        fd, self._lifeline_fd = self._lifeline_fd, None
+        if fd is not None:
+            os.close(fd)

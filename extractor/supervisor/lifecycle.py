@@ -62,7 +62,8 @@ def derive(facts: Facts) -> State:
         return State.RUNNING
     if facts.depth is not None:
         return _paused(facts.engine, facts.depth)
-    if facts.engine in {EnginePhase.NONE, EnginePhase.LOADING}:
+    if facts.engine in {EnginePhase.NONE, EnginePhase.LOADING, EnginePhase.LEAVING}:
+        # Leaving with work left to do and no pause: resumed too late, it is loaded again.
         return State.LOADING
     return State.RUNNING
 
@@ -94,7 +95,8 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.PARKING: frozenset({State.PARKED, State.RUNNING, State.UNLOADING, State.UNLOADED}) | _END,
     State.PARKED: frozenset({State.RUNNING, State.UNLOADING, State.UNLOADED}) | _END,
     # Resumed while its processes still leave: they are started again.
-    State.UNLOADING: frozenset({State.UNLOADED, State.LOADING, State.RUNNING}) | _END,
+    State.UNLOADING: frozenset({State.UNLOADED, State.LOADING, State.RUNNING, State.HOLDING, State.HELD})
+    | _END,
     State.UNLOADED: frozenset({State.LOADING, State.UNLOADING}) | _END,
     State.DRAINING: frozenset({State.STOPPED, State.FINISHED, State.FAILED}),
     State.STOPPED: frozenset(),

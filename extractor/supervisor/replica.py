@@ -5,6 +5,7 @@ Owns the socket folder and the process, and ends both. It decides nothing about 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from extractor.supervisor.launcher import Launcher, RankProcess
 
 LOG_TAIL_LINES = 15
+LAST_LOOK_MS = 100
+"""ZeroMQ's own thread may still be reading what a process sent just before it ended."""
+TAIL_BYTES = 64 * 1024
 EXIT_WAIT_S = 30.0
 """How long a rank may take to exit after its last message."""
 
@@ -54,6 +58,22 @@ class Replica:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._said_bye = False
+        self._shadow: zmq.asyncio.Socket | None = None
+        try:
+            self.process: RankProcess = self._start(make_spec, launcher, run_folder, environment, keep_fds)
+        except BaseException:
+            self._close()
+            raise
+
+    def _start(
+        self,
+        make_spec: Callable[[str], EngineSpec],
+        launcher: Launcher,
+        run_folder: Path,
+        environment: Mapping[str, str],
+        keep_fds: Sequence[int],
+    ) -> RankProcess:
         endpoint = f"ipc://{self._socket_folder}/ranks"
         self._socket.bind(endpoint)
         spec = make_spec(endpoint)
@@ -65,11 +85,14 @@ class Replica:
         spec_file = run_folder / f"{stem}.json"
         _remove_what_was_left(spec_file)
         spec_file.write_bytes(msgspec.json.format(msgspec.json.encode(spec), indent=2))
-        self._said_bye = False
-        self._shadow: zmq.asyncio.Socket | None = None
-        self.process: RankProcess = launcher.start(
-            spec_file, environment=environment, log=self.log, keep_fds=keep_fds
-        )
+        return launcher.start(spec_file, environment=environment, log=self.log, keep_fds=keep_fds)
+
+    def _close(self) -> None:
+        if self._shadow is not None:
+            self._shadow.close()
+        self._socket.close()
+        self._context.term()
+        remove_socket_folder(self._socket_folder)
 
     def __enter__(self) -> Self:
         """The replica itself."""
@@ -80,11 +103,7 @@ class Replica:
     ) -> None:
         """Ends the process if it still runs, and removes the socket."""
         self.process.kill()
-        if self._shadow is not None:
-            self._shadow.close()
-        self._socket.close()
-        self._context.term()
-        remove_socket_folder(self._socket_folder)
+        self._close()
 
     def send(self, request: AnyRequest) -> None:
         """Sends a request; the rank must have said Hello."""
@@ -116,7 +135,7 @@ class Replica:
             received = self._socket.poll(0)
         # An exited process may have left messages in the socket: look once more before judging.
         code = self.process.poll()
-        if code is not None and not self._said_bye and not self._socket.poll(0):
+        if code is not None and not self._said_bye and not self._socket.poll(LAST_LOOK_MS):
             raise EngineError(
                 f"the worker process (pid {self.process.pid}) ended without a word: {_describe(code)}\n"
                 f"its last lines:\n{self.log_tail()}",
@@ -135,7 +154,9 @@ class Replica:
 
     def log_tail(self) -> str:
         """The last lines of the rank's log."""
-        lines = self.log.read_bytes().decode(errors="replace").splitlines()
+        with self.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
         return "\n".join(f"  | {line}" for line in lines[-LOG_TAIL_LINES:])
 
 

@@ -71,6 +71,12 @@ class ProcessTasks:
     async def _run(self, task: str, on_note: Callable[[str], None]) -> object:
         """The last message of a task; its process is gone when this returns, also when cancelled."""
         lifeline_read, lifeline_write = os.pipe()
+        try:
+            return await self._speak(task, on_note, lifeline_read)
+        finally:
+            os.close(lifeline_write)
+
+    async def _speak(self, task: str, on_note: Callable[[str], None], lifeline_read: int) -> object:
         last: object = None
         try:
             with self._folder.log(task).open("ab") as log:
@@ -98,7 +104,6 @@ class ProcessTasks:
                         on_note(last.text)
             await process.wait()
         finally:
-            os.close(lifeline_write)
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()

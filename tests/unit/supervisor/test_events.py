@@ -71,3 +71,39 @@ def test_an_action_tells_who_asked_for_what(tmp_path):
 )
 def test_a_line_of_another_version_is_shown_not_refused(values):
     assert as_line(values, 4).number == 4
+
+
+def test_a_full_disk_loses_lines_and_no_run(tmp_path):
+    class FullDisk:
+        """A file that takes `room` bytes more, as a file on a full disk does."""
+
+        def __init__(self, path):
+            self.inner = path.open("ab", buffering=0)
+            self.room = 10_000
+
+        def write(self, line):
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            taken = self.inner.write(line[: self.room])
+            self.room -= taken
+            return taken
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.close()
+    log._file = disk = FullDisk(path)
+    log.add(Event.SHARD_DONE, shard=1)
+    disk.room = 20
+    log.add(Event.SHARD_DONE, shard=2)
+    log.add(Event.SHARD_DONE, shard=3)
+    disk.room = 10_000
+    log.add(Event.SHARD_DONE, shard=4)
+    log.close()
+
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert [line.get("shard") for line in lines] == [1, None, 4]
+    assert lines[1]["text"] == "2 events could not be written: disk full"
+    assert [line.text for line in log.tail] == [f"shard {shard} done" for shard in (1, 2, 3, 4)]
