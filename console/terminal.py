@@ -59,7 +59,8 @@ def refusal(environ: Mapping[str, str], *, are_terminals: bool) -> str | None:
         return "the console needs a terminal, and input or output is none"
     term = environ.get("TERM", "")
     if term in _NO_SCREEN:
-        return f"the console cannot draw on this terminal (TERM={term or 'is not set'})"
+        told = f"TERM={term}" if term else "TERM is not set"
+        return f"the console cannot draw on this terminal ({told})"
     return None
 
 
