@@ -23,6 +23,8 @@ def loaded_by(program: str) -> list[str]:
     [
         "console",
         "console.cli",
+        "console.client",
+        "console.control",
         "extractor",
         "extractor.checkpoint",
         "extractor.commands.demo_data",
@@ -33,12 +35,24 @@ def loaded_by(program: str) -> list[str]:
         "extractor.preflight",
         "extractor.protocol",
         "extractor.supervisor",
+        "extractor.supervisor.daemon",
         "extractor.supervisor.foreground",
-        "extractor.supervisor.replica",
+        "extractor.telemetry",
     ],
 )
 def test_importing_a_module_that_needs_no_model_loads_none(module):
     assert loaded_by(f"import {module}") == []
+
+
+def test_the_console_draws_and_loads_no_model():
+    assert loaded_by("import console.app, console.screens.start, console.screens.log") == ["textual"]
+
+
+def test_the_supervisor_loads_neither_arrays_nor_tables():
+    # 80 MB is what it may take; each of these is a good part of that.
+    program = "import extractor.supervisor.daemon, sys; print([m for m in ('numpy', 'pyarrow') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["extract", "--help"], ["verify", "--help"]])
