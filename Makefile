@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-slow lint bench
+.PHONY: demo test test-slow lint bench bench-console
 
 demo: $(STAMP)  ## the whole job on this machine, no GPU needed
 	$(BIN)/tapdeck demo --headless
@@ -23,6 +23,10 @@ lint: $(STAMP)  ## the same checks as CI and pre-commit
 
 bench: $(STAMP)  ## measures, never asserts
 	$(BIN)/python tests/benchmarks/throughput.py
+
+bench-console: $(STAMP)  ## bytes, first paint and processor share of console and supervisor
+	$(BIN)/python tests/benchmarks/console_bytes.py
+	$(BIN)/python tests/benchmarks/supervisor_idle.py
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv .venv
