@@ -36,6 +36,7 @@ from extractor.protocol.states import Depth, State
 if TYPE_CHECKING:
     import datetime
 
+    from rich.console import RenderableType
     from textual.events import Resize
 
     from console.clock import Clock
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 INTERVAL_S = 1.0
 LOW_BANDWIDTH_INTERVAL_S = 2.0
 FAILED_RUN_CODE = 7
+NOTICE_S = 20.0
 THEME = "ansi-dark"
 """Speaks the terminal's own sixteen colours: fewer bytes, and the operator's choice of colours."""
 
@@ -97,6 +99,8 @@ class TapdeckApp(App[None], inherit_bindings=False):
         self._interval_s = interval_s
         self._loop_of_app: asyncio.AbstractEventLoop | None = None
         self._wanted_code: int | None = None
+        self.has_panicked = False
+        self._num_said = 0
 
     # What the console knows.
 
@@ -126,7 +130,17 @@ class TapdeckApp(App[None], inherit_bindings=False):
                 screen.show_view(view)
 
     def say(self, text: str, role: Role = "") -> None:
-        """Tells the operator what became of an action; stays on the screen until the next."""
+        """Tells the operator what became of an action; gone after a while, when it may no longer be true."""
+        self._num_said += 1
+        number = self._num_said
+        self.set_timer(NOTICE_S, lambda: self._forget(number))
+        self._show_notice(text, role)
+
+    def _forget(self, number: int) -> None:
+        if number == self._num_said:
+            self._show_notice("", "")
+
+    def _show_notice(self, text: str, role: Role) -> None:
         for screen in self.screen_stack:
             if isinstance(screen, RunScreen):
                 screen.show_notice(text, role)
@@ -169,6 +183,11 @@ class TapdeckApp(App[None], inherit_bindings=False):
         """The layout may be another one now."""
         del event
         self.call_after_refresh(self.show_view)
+
+    def panic(self, *renderables: RenderableType) -> None:
+        """Ends the app after an error in one of Textual's threads; such an end is no success."""
+        self.has_panicked = True
+        super().panic(*renderables)
 
     def leave(self, code: int) -> None:
         """Ends the app from a signal handler or another thread."""
@@ -393,6 +412,7 @@ def terminal_refusal(name: str) -> str | None:
 
 def run_app(app: TapdeckApp) -> int:
     """Runs an app on this terminal, guarded, and says farewell. Returns the exit code."""
+    terminal.take_any_bytes()
     with terminal.TerminalGuard(app.leave, lambda: app.return_code):
         app.run(mouse=False)
     if app.error is not None:
@@ -401,5 +421,5 @@ def run_app(app: TapdeckApp) -> int:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.write(visible(app.farewell(), ascii_only=app.signs.ascii_only) + "\n")
         sys.stdout.flush()
-    code = app.return_code or 0
+    code = app.return_code or int(app.has_panicked)
     return FAILED_RUN_CODE if code == 0 and app.has_failed else code

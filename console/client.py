@@ -146,7 +146,9 @@ class Client:
         request = api.ActionRequest(
             depth=depth, expected_revision=expected_revision, idempotency_key=idempotency_key
         )
-        with self._explained():
+        with self._explained(
+            f"it may still do this when it answers again; look with tapdeck status {self.run.name}"
+        ):
             async with self._http.post(
                 f"/v1/actions/{action}",
                 data=msgspec.json.encode(request),
@@ -212,15 +214,21 @@ class Client:
                 return body
 
     @contextlib.contextmanager
-    def _explained(self) -> Any:
+    def _explained(self, remedy: str | None = None) -> Any:
         import aiohttp
 
         try:
             yield
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            if supervisor_of(self.run) is None:
+                raise NoRunError(
+                    f"{self.run.name} has just ended",
+                    remedy=f"tapdeck status {self.run.name} shows how",
+                    code="not_running",
+                ) from error
             raise UnreachableError(
-                f"{self.run.name}: its supervisor does not answer: {error or type(error).__name__}",
-                remedy=f"the run itself does not depend on it; see {self.run.log('supervisor')}",
+                f"{self.run.name}: its supervisor does not answer: {str(error) or type(error).__name__}",
+                remedy=remedy or f"the ranks do not depend on it; see {self.run.log('supervisor')}",
             ) from error
 
 

@@ -82,7 +82,7 @@ def status(snapshot: Snapshot, style: Style, *, is_live: bool) -> list[str]:
         if info.state != State.FINISHED:
             lines += _labelled("finish", _finish(snapshot.rates, style))
     if snapshot.disk is not None:
-        lines += _labelled("disk", _disk(snapshot.disk))
+        lines += _labelled("disk", _disk(snapshot.disk, is_prepared=snapshot.progress is not None))
     lines += _labelled("gpus", _gpus(snapshot.telemetry))
     lines += _labelled("replicas", [_replica(replica) for replica in snapshot.replicas])
     lines += _labelled("taps", _taps(snapshot))
@@ -137,7 +137,10 @@ def _finish(rates: Rates, style: Style) -> list[str]:
     return [f"{words.duration_words(rates.eta_s)} of computing left{band}{moment}"]
 
 
-def _disk(disk: Disk) -> list[str]:
+def _disk(disk: Disk, *, is_prepared: bool) -> list[str]:
+    if not is_prepared:
+        # What the run needs and keeps free is not known yet: zeros would read like facts.
+        return [f"{disk.path}: {words.bytes_words(disk.free_bytes)} free", disk.verdict]
     rate = (
         ""
         if disk.write_bytes_per_s is None

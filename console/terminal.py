@@ -10,7 +10,9 @@ It refuses to run on what is not a terminal that can be drawn on (`refusal`). It
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -62,6 +64,19 @@ def refusal(environ: Mapping[str, str], *, are_terminals: bool) -> str | None:
         told = f"TERM={term}" if term else "TERM is not set"
         return f"the console cannot draw on this terminal ({told})"
     return None
+
+
+def take_any_bytes() -> None:
+    """Has Textual read bytes that are no UTF-8 (a Latin-1 paste, 8-bit Meta keys) as a replacement character.
+
+    Its reader (`textual/drivers/linux_driver.py`, 8.2.8) decodes strictly, and one such byte ends the app.
+    """
+    from textual.drivers import linux_driver
+
+    def decoder(encoding: str) -> Callable[[], codecs.IncrementalDecoder]:
+        return functools.partial(codecs.getincrementaldecoder(encoding), errors="replace")
+
+    linux_driver.getincrementaldecoder = decoder  # type: ignore[attr-defined,assignment]  # looked up there
 
 
 def are_terminals() -> bool:

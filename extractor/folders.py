@@ -11,7 +11,10 @@ from typing import NamedTuple
 import platformdirs
 import xxhash
 
-from extractor.errors import NoRunError
+from extractor.errors import AccessError, NoRunError
+
+MAX_NAME = 64
+"""Of an output folder's name, in the name of its run."""
 
 
 def cache_folder() -> Path:
@@ -28,10 +31,16 @@ def run_folder(output: Path) -> Path:
     """The run folder that belongs to an output folder, made if need be: events, logs, sockets.
 
     Raises:
-        OSError: it cannot be made.
+        AccessError: it cannot be made.
     """
     folder = run_folder_of(output)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise AccessError(
+            f"{folder}: cannot be made: {error.strerror}",
+            remedy="runs are kept in your state folder: set XDG_STATE_HOME to a local folder that you may write",
+        ) from error
     return folder
 
 
@@ -93,8 +102,10 @@ def all_runs() -> list[RunFolder]:
     """The run folders of this user, by name."""
     try:
         return sorted(RunFolder(entry) for entry in runs_folder().iterdir() if entry.is_dir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise AccessError(f"{runs_folder()}: cannot be read: {error.strerror}") from error
 
 
 def find_run(name: str) -> RunFolder:
@@ -106,7 +117,7 @@ def find_run(name: str) -> RunFolder:
     known = all_runs()
     exact = [run for run in known if run.name == name]
     path = Path(name).expanduser()
-    if not exact and path.is_dir():
+    if not exact and _is_folder(path):
         resolved = path.resolve()
         by_output = run_folder_of(resolved)
         exact = [run for run in known if run.path.resolve() == resolved] or [
@@ -122,8 +133,16 @@ def find_run(name: str) -> RunFolder:
     )
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        # A name that is too long for a path is no path.
+        return False
+
+
 def run_folder_of(output: Path) -> Path:
     """Where the run folder of an output folder is, whether it exists or not."""
     resolved = output.resolve()
     digest = xxhash.xxh3_64_hexdigest(str(resolved).encode())[:8]
-    return runs_folder() / f"{resolved.name}-{digest}"
+    return runs_folder() / f"{resolved.name[:MAX_NAME]}-{digest}"

@@ -7,6 +7,7 @@ processes and the time. Invariant: a pid that was given to another process is no
 from __future__ import annotations
 
 import os
+import pwd
 import socket
 import threading
 import time
@@ -75,6 +76,14 @@ class RealMachine:
     def wait(self, seconds: float) -> None:
         """Blocks for a while."""
         threading.Event().wait(seconds)
+
+
+def user_name(uid: int) -> str:
+    """Name of a user; containers run users that nobody has named."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
 
 
 def own_identity(machine: Machine) -> ProcessIdentity:

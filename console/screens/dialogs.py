@@ -86,7 +86,8 @@ class PauseDialog(Dialog[Depth]):
             (),
             *_text(
                 self.view,
-                "The batch in hand is finished first. A pause of yours stays until somebody resumes.",
+                "Hold waits for the batch in hand, unload for the shard. A pause of yours stays until somebody "
+                "resumes.",
             ),
             line("esc", ("  do nothing", "dim")),
         ]

@@ -6,7 +6,7 @@ Reads and prepares the data set; loads no model and writes nothing into the outp
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -79,12 +79,7 @@ def make(config: RunConfig, *, out: Output, show_taps: bool = True) -> Job:
         cache_dir=folders.cache_folder(),
         on_progress=ProgressNotes(out),
     )
-    states = states_bytes_per_token(facts.model.hidden_size, len(facts.taps.taps), facts.store_dtype)
-    geometry = Geometry(
-        max_tokens=config.max_tokens,
-        shard_tokens=plan.shard_tokens_for(config.output.shard_bytes, states),
-        seed=config.data.seed,
-    )
+    geometry = _geometry(config, facts)
     lengths = prepared.lengths.tolist()
     shards = plan.plan_shards(lengths, geometry)
     estimate = size(
@@ -197,10 +192,41 @@ def require_same_data_set(job: Job) -> None:
         _require_no_foreign_shards(job)
         return
     manifests.require_same(old, job.manifest, job.output)
-    before, now = [tap.name for tap in old.taps.taps], list(job.facts.taps.names)
+    _require_same_taps(old, job.facts, job.output)
+
+
+def require_same_settings(config: RunConfig, facts: Facts) -> None:
+    """As `require_same_data_set`, as far as it can be said before the data is read. Blocking, short.
+
+    Raises:
+        LeaseError: with the differences.
+        StoreError: dataset.json cannot be read.
+    """
+    output = Path(config.output.dir)
+    old = manifests.read_if_any(output)
+    if old is None:
+        return
+    now = msgspec.structs.replace(
+        old,
+        model=_model_record(config, facts),
+        data=_data_record(config),
+        mask=config.data.mask.model_dump(),
+        geometry=_geometry(config, facts),
+        dtype=facts.store_dtype,
+        compute_dtype=facts.dtype,
+        device=facts.device,
+        attention_backend=config.model.attention_backend,
+        sglang_args=config.model.sglang,
+    )
+    manifests.require_same(old, now, output)
+    _require_same_taps(old, facts, output)
+
+
+def _require_same_taps(old: Manifest, facts: Facts, output: Path) -> None:
+    before, now = [tap.name for tap in old.taps.taps], list(facts.taps.names)
     if before != now:
         raise LeaseError(
-            f"{job.output} holds the taps {', '.join(before)}; this run asks for {', '.join(now)}",
+            f"{output} holds the taps {', '.join(before)}; this run asks for {', '.join(now)}",
             remedy="choose another output.dir, or the taps that are there",
             code="output_differs",
         )
@@ -224,28 +250,43 @@ def _require_no_foreign_shards(job: Job) -> None:
         )
 
 
+def _geometry(config: RunConfig, facts: Facts) -> Geometry:
+    states = states_bytes_per_token(facts.model.hidden_size, len(facts.taps.taps), facts.store_dtype)
+    return Geometry(
+        max_tokens=config.max_tokens,
+        shard_tokens=plan.shard_tokens_for(config.output.shard_bytes, states),
+        seed=config.data.seed,
+    )
+
+
+def _model_record(config: RunConfig, facts: Facts) -> ModelRecord:
+    return ModelRecord(
+        path=config.model.path,
+        revision=facts.model.revision,
+        config_hash=facts.model.config_hash,
+        weights_hash=facts.model.weights_hash,
+        architecture=facts.model.architecture,
+        num_layers=facts.model.num_layers,
+        hidden_size=facts.model.hidden_size,
+    )
+
+
+def _data_record(config: RunConfig) -> dict[str, Any]:
+    return config.data.model_dump(include={"format", "template_args", "max_len", "min_supervised", "limit"})
+
+
 def _manifest(
     config: RunConfig, facts: Facts, prepared: PreparedDataset, geometry: Geometry, shards: list[Shard]
 ) -> Manifest:
     meta = prepared.meta
     return Manifest(
-        model=ModelRecord(
-            path=config.model.path,
-            revision=facts.model.revision,
-            config_hash=facts.model.config_hash,
-            weights_hash=facts.model.weights_hash,
-            architecture=facts.model.architecture,
-            num_layers=facts.model.num_layers,
-            hidden_size=facts.model.hidden_size,
-        ),
+        model=_model_record(config, facts),
         tokenizer_hash=meta.tokenizer_hash,
         template_hash=meta.template_hash,
         data_hash=meta.data_hash,
         samples_hash=meta.samples_hash,
         prepared_key=meta.key,
-        data=config.data.model_dump(
-            include={"format", "template_args", "max_len", "min_supervised", "limit"}
-        ),
+        data=_data_record(config),
         mask=config.data.mask.model_dump(),
         geometry=geometry,
         taps=TapsRecord.of(facts.taps),

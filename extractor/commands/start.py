@@ -7,6 +7,7 @@ started in a session of its own and outlives this command and its terminal.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import msgspec
 import tomlkit
 
 from extractor import folders, preflight
+from extractor.commands import job as jobs
 from extractor.errors import EngineError, TapdeckError
 from extractor.folders import RunFolder
 from extractor.supervisor import daemon
@@ -106,6 +108,7 @@ def detach(config: RunConfig) -> Started:
             return Started(ready.run, ready.folder, ready.pid)
         case NotReady() as not_ready:
             process.wait()
+            _remove_if_never_used(folder)
             raise TapdeckError(
                 not_ready.message,
                 remedy=not_ready.remedy,
@@ -137,11 +140,17 @@ def _foreground(config: RunConfig, deadline_s: float, out: Output) -> int:
 
 def _new_start(config: RunConfig) -> tuple[RunFolder, Path]:
     """The run folder, and in it the configuration of this start under a name of its own."""
-    preflight.check(config)
+    jobs.require_same_settings(config, preflight.check(config))
     folder = RunFolder(folders.run_folder(Path(config.output.dir)))
     config_file = folder.path / f"start-{os.getpid()}.toml"
     config_file.write_text(as_toml(config), encoding="utf-8")
     return folder, config_file
+
+
+def _remove_if_never_used(folder: RunFolder) -> None:
+    """A refused first start leaves no run behind that would be listed for ever."""
+    if not folder.events.exists() or not folder.events.stat().st_size:
+        shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def as_toml(config: RunConfig) -> str:

@@ -13,6 +13,7 @@ terminal goes to the command, which then says `Stop`); SIGTERM means `Stop`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -43,8 +44,10 @@ if TYPE_CHECKING:
     from extractor.store.shard import ShardRecord
 
 
-HANG_MARGIN_S = 15.0
-"""After the grace time: what a batch may still take before a rank without supervisor is ended from within."""
+SHARD_SHARE = 0.75
+"""Of the grace time: after that no further batch of the shard in hand is begun."""
+LEAST_GRACE_S = 10.0
+"""What the batch in flight may always take before a rank without supervisor is ended from within."""
 
 
 class Worker:
@@ -180,8 +183,16 @@ def _gpu_uuid() -> str:
 def _end_late(grace_s: float) -> None:
     """Ends the process when it has not ended by itself."""
     # A batch that never ends (a kernel or a collective that hangs) must not keep the GPU for ever.
-    threading.Event().wait(grace_s + HANG_MARGIN_S)
+    threading.Event().wait(max(grace_s, LEAST_GRACE_S))
+    _end_helpers()
     os._exit(EngineError.exit_code)
+
+
+def _end_helpers() -> None:
+    """Ends the processes that libraries have started here: without us they would keep the GPU and the lease."""
+    for helper in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            helper.kill()
 
 
 def main(argv: list[str]) -> int:
@@ -192,7 +203,7 @@ def main(argv: list[str]) -> int:
     """
     started_at = time.monotonic()
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=EngineSpec)
-    orders = Orders(grace_s=spec.grace_s, on_held=lambda held: channel.send(held))  # noqa: PLW0108 -- made below
+    orders = Orders(grace_s=spec.grace_s * SHARD_SHARE, on_held=lambda held: channel.send(held))  # noqa: PLW0108 -- made below
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: orders.stop())
     lifeline = os.environ.pop("TAPDECK_LIFELINE_FD", None)
@@ -203,6 +214,7 @@ def main(argv: list[str]) -> int:
         # Nothing is in hand while the model loads, and loading cannot be interrupted any other way; a
         # large model would keep the output folder and the GPU for many minutes.
         if is_loading.is_set():
+            _end_helpers()
             os._exit(EngineError.exit_code)
         orders.lose_supervisor()
         threading.Thread(target=_end_late, args=(spec.grace_s,), name="grace", daemon=True).start()
@@ -244,6 +256,7 @@ def main(argv: list[str]) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         channel.send(protocol.Bye(peak_rss_bytes=peak))
         channel.close()
+        _end_helpers()
     return 0
 
 

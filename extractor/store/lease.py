@@ -128,6 +128,12 @@ class Lease:
         return there is not None and there.token == self._record.token
 
     def _write(self, record: LeaseRecord) -> None:
+        if not self._is_ours() and read_lease(self._output) is None:
+            raise LeaseError(
+                f"{self._output / names.LEASE} is gone: the output folder was moved, emptied or removed",
+                remedy="look where the shards are now, put them back, then start the run again",
+                code="lease_lost",
+            )
         if not self._is_ours():
             raise LeaseError(
                 f"{self._output}: the lease of run {self._record.run} was taken over by another run",

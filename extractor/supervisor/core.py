@@ -162,6 +162,7 @@ class Supervisor:
         self._is_new_output = is_new_output
         self._lease: Lease | None = None
         self._has_ended = False
+        self._batch_at = self._state_at = clock()
         self._ready: protocol.Ready | None = None
         self._in_hand: dict[int, int] = {}
         self._gpu_uuid: str | None = None
@@ -195,6 +196,11 @@ class Supervisor:
             return 0
         left = sum(self.prepared.shard_tokens) - self.done_tokens
         return left * self.prepared.bytes_per_token
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last batch was reported, or since batches could be: how long a rank may have hung."""
+        return self._clock() - max(self._batch_at, self._state_at)
 
     @property
     def restart_in_s(self) -> float:
@@ -258,9 +264,10 @@ class Supervisor:
         if new != old:
             self.state = new
             self.state_since_utc = self._now_utc()
+            self._state_at = self._clock()
             self.events.add(Event.STATE, old=old, new=new)
             self.wake_watchers()
-        self.meter.set_active(new == State.RUNNING and self._is_computing)
+        self.meter.set_active(new == State.RUNNING and self.is_computing)
 
     async def run(self) -> None:
         """Supervises the run to its end. Returns when no process is left; never raises what the run met."""
@@ -341,8 +348,13 @@ class Supervisor:
             return
         self.note = "writing the lists of the data set"
         self.changed()
-        task = self._make_tasks(self._lease).conclude(self._take_note)
-        self.conclusion = await self._unless_stopped(task, level=Stop.KILL)
+        tasks = self._make_tasks(self._lease)
+        try:
+            self.conclusion = await self._unless_stopped(tasks.conclude(self._take_note), level=Stop.KILL)
+        except EngineError as error:
+            # A process that is killed once (by the out-of-memory killer, say) may well live the next time.
+            self.events.add(Event.NOTE, text=error.message)
+            self.conclusion = await self._unless_stopped(tasks.conclude(self._take_note), level=Stop.KILL)
         queue = self.queue
         if queue is not None and queue.failed and self.failure is None:
             first = min(queue.failed)
@@ -649,6 +661,7 @@ class Supervisor:
 
     def _on_batch(self, report: protocol.BatchDone) -> None:
         self._blameless_deaths = 0
+        self._batch_at = self._clock()
         self.meter.on_tokens(report.num_tokens)
         # A shard whose writing has failed may still be computed for a while.
         if report.shard in self._in_hand:
@@ -683,7 +696,8 @@ class Supervisor:
     # -- small things ----------------------------------------------------------------------------------
 
     @property
-    def _is_computing(self) -> bool:
+    def is_computing(self) -> bool:
+        """The model is loaded, and not held."""
         return self.engine is not None and self.engine.phase in {EnginePhase.WORKING, EnginePhase.LEAVING}
 
     def _facts(self) -> Facts:

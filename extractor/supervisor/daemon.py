@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ from extractor import config as configs
 from extractor import preflight, release
 from extractor.errors import BugError, EngineError, TapdeckError
 from extractor.folders import RunFolder
-from extractor.processes import RealMachine
+from extractor.processes import RealMachine, user_name
 from extractor.protocol import api
 from extractor.protocol.states import State
 from extractor.store.manifest import EnvVariable
@@ -108,12 +109,20 @@ def supervise(
     Raises:
         TapdeckError: the run could not be started; nothing was changed.
     """
+    _raise_descriptor_limit()
     with Place(folder) as place:
-        config_file.replace(folder.config)
-        run = _Run(folder, configs.load(folder.config))
+        run = _Run(folder, configs.load(config_file))
         with run.closing():
             run.supervisor.take_lease()
+            config_file.replace(folder.config)
             return asyncio.run(_serve(run, place, announce, deadline_s, is_foreground=is_foreground))
+
+
+def _raise_descriptor_limit() -> None:
+    """As many open files as this user may have: connections must not take those that the run needs."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536) if hard > 0 else 65536, hard))
 
 
 class _Run:
@@ -229,9 +238,11 @@ class _Signals:
         name = signal.Signals(number).name
         if self.number is not None:
             # A second one: whoever sends it does not want to wait.
+            self._supervisor.events.add(Event.STOPPING, text=f"{name} received again")
             self._supervisor.request_stop(Stop.KILL, by=name)
             return
         self.number = number
+        self._supervisor.events.add(Event.STOPPING, text=f"{name} received")
         self._supervisor.request_stop(Stop.NOW, by=name)
         if self._deadline_s is not None:
             self._timer = asyncio.get_running_loop().call_later(
@@ -243,8 +254,6 @@ class _Signals:
 def _run_info(
     folder: RunFolder, config: RunConfig, device: str, variables: list[api.Variable]
 ) -> api.RunInfo:
-    import getpass
-
     return api.RunInfo(
         name=folder.name,
         folder=str(folder.path),
@@ -257,7 +266,7 @@ def _run_info(
         host=RealMachine().host(),
         supervisor_pid=os.getpid(),
         started_utc=time.time(),
-        user=getpass.getuser(),
+        user=user_name(os.getuid()),
         tapdeck_version=release.version(),
     )
 
@@ -321,7 +330,7 @@ def main(argv: list[str]) -> int:
     try:
         return supervise(folder, config_file, announce=announce_once).exit_code
     except TapdeckError as error:
-        print(f"tapdeck: {error}", file=sys.stderr)  # noqa: T201 - stderr of a daemon is its log file
+        # Whoever started us says it; the log may be that of the supervisor that runs.
         announce_once(NotReady(error.code, error.exit_code, error.message, error.remedy))
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 KEPT_LINES = 50
 TAIL_BYTES = 64 * 1024
+MAX_TEXT = 400
 AUTO = "auto"
 """Who did what nobody asked for."""
 
@@ -119,7 +120,8 @@ class EventLog:
         self._file.close()
 
     def _remember(self, values: Mapping[str, Any]) -> None:
-        self._number = max(self._number + 1, int(values.get("number", 0)))
+        number = values.get("number")
+        self._number = max(self._number + 1, number if isinstance(number, int) else 0)
         self.tail.append(as_line(values, self._number))
 
     def _end_broken_line(self, path: Path) -> None:
@@ -141,7 +143,10 @@ def as_line(values: Mapping[str, Any], number: int) -> EventLine:
         time_utc = datetime.datetime.fromisoformat(str(values.get("time_utc"))).timestamp()
     except ValueError:
         time_utc = 0.0
-    return EventLine(number, time_utc, event, name, _text(event, values))
+    # The whole of a long error is in the file; a line for people is one line.
+    lines = _text(event, values).splitlines() or [""]
+    text = lines[0] + (" ..." if len(lines) > 1 else "")
+    return EventLine(number, time_utc, event, name, text[:MAX_TEXT])
 
 
 def _text(event: str, values: Mapping[str, Any]) -> str:
@@ -163,7 +168,8 @@ def _text(event: str, values: Mapping[str, Any]) -> str:
             note = values.get("note")
             return f"{event} ({values.get('reason')})" + (f": {note}" if note else "")
         case Event.READY:
-            return f"model ready after {float(values.get('load_s', 0.0)):.0f} s"
+            load_s = values.get("load_s")
+            return "model ready" + (f" after {load_s:.0f} s" if isinstance(load_s, int | float) else "")
         case Event.STARTED:
             return f"rank started, pid {values.get('pid')}"
         case _:

@@ -21,7 +21,7 @@ import msgspec
 
 from extractor import release
 from extractor.errors import AccessError, LeaseError
-from extractor.processes import RealMachine, own_identity
+from extractor.processes import ProcessIdentity, RealMachine, is_alive, own_identity
 from extractor.protocol import api
 
 if TYPE_CHECKING:
@@ -101,6 +101,10 @@ class Place:
     def _clear_what_was_left(self) -> None:
         # A supervisor that was killed may have had its sockets in a short folder of their own.
         left = _record(self._folder)
+        if left is not None and _is_alive(left):
+            # It runs, and somebody has removed the lock file under it.
+            os.close(self._fd)
+            raise _taken(self._folder)
         if left is not None:
             remove_socket_folder(Path(left.socket).parent)
         for path in (self.socket, self.readonly_socket, self._folder.supervisor):
@@ -146,6 +150,16 @@ def _record(folder: RunFolder) -> api.SupervisorRecord | None:
         return msgspec.json.decode(folder.supervisor.read_bytes(), type=api.SupervisorRecord)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def _is_alive(record: api.SupervisorRecord) -> bool:
+    machine = RealMachine()
+    is_here = (record.host, record.boot_id) == (machine.host(), machine.boot_id())
+    return (
+        is_here
+        and record.pid != os.getpid()
+        and is_alive(machine, ProcessIdentity(record.pid, record.start_ticks))
+    )
 
 
 def _taken(folder: RunFolder) -> LeaseError:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pwd
 import socket
 import struct
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ import msgspec
 from aiohttp import web
 
 from extractor.errors import TapdeckError
+from extractor.processes import user_name
 from extractor.protocol import api
 from extractor.supervisor import log_files
 from extractor.supervisor.actions import RequestRefusedError, decode_request
@@ -45,7 +45,16 @@ MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 60.0
 END_WAIT_S = 3.0
 MAX_BODY_BYTES = 64 * 1024
+MAX_CONNECTIONS = 256
 _encode = msgspec.json.Encoder().encode
+
+
+class _Closed(asyncio.Protocol):
+    """A connection that is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Closes it."""
+        transport.close()
 
 
 class Server:
@@ -77,6 +86,7 @@ class Server:
         self._is_ending = False
         self._path = ""
         self._runner: web.AppRunner | None = None
+        self._listeners: list[asyncio.Server] = []
         self.snapshots: SnapshotMaker | None = None
 
     def clients(self) -> api.Clients:
@@ -103,10 +113,18 @@ class Server:
         )
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=END_WAIT_S)
         await self._runner.setup()
+        loop = asyncio.get_running_loop()
         for place in (path, readonly_path):
-            await web.UnixSite(self._runner, place).start()
+            self._listeners.append(await loop.create_unix_server(self._connection, str(place)))
             # The folder keeps others out already. Not by umask, which the files of the output would get too.
             place.chmod(0o600)
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        """Answers one more connection, or closes it at once: the run needs descriptors for its own files."""
+        server = self._runner.server if self._runner is not None else None
+        if server is None or len(server.connections) >= MAX_CONNECTIONS:
+            return _Closed()
+        return server()
 
     async def finish(self) -> None:
         """Tells every console the last state, then closes all connections."""
@@ -114,6 +132,8 @@ class Server:
         self._supervisor.wake_watchers()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._no_streams.wait(), END_WAIT_S)
+        for listener in self._listeners:
+            listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -303,8 +323,4 @@ def _peer(request: web.Request) -> Who:
         return Who("unknown", origin=origin)
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
-    try:
-        user = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        user = f"uid {uid}"
-    return Who(user, uid, pid, origin)
+    return Who(user_name(uid), uid, pid, origin)

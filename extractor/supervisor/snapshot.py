@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from extractor.supervisor.core import Supervisor
 
 EVENTS_SHOWN = 20
+SILENT_S = 60.0
 
 
 class SnapshotMaker:
@@ -180,6 +181,12 @@ def why(supervisor: Supervisor) -> str:
                 f", {supervisor.conclusion.quarantined} quarantined"
                 if supervisor.conclusion.quarantined
                 else ""
+            )
+        case State.RUNNING if supervisor.is_computing and supervisor.silent_s > SILENT_S:
+            # Told, not acted upon: a batch of a large model on a slow machine may take as long.
+            return (
+                f"no batch for {supervisor.silent_s:.0f} s; if the rank hangs, `tapdeck kill` ends it and a new start "
+                "goes on"
             )
         case _:
             return supervisor.note

@@ -54,7 +54,8 @@ def require_finished(run: Supervised, reference: Reference) -> None:
     assert run.wait_state("finished", "failed", "stopped") == "finished", run.describe()
     run.wait_gone()
     outputs.require_same_bytes(run.output / "shards", reference.output / "shards")
-    assert (run.output / "dataset.json").read_bytes() == (reference.output / "dataset.json").read_bytes()
+    for name in ("dataset.json", "samples.parquet", "rejected.jsonl", "quarantine.jsonl"):
+        assert (run.output / name).read_bytes() == (reference.output / name).read_bytes(), name
     assert outputs.part_folders(run.output) == []
     assert outputs.lease(run.output) is None
     done = Counter(event["shard"] for event in run.events() if event["event"] == "shard_done")
