@@ -206,6 +206,8 @@ def require_same_settings(config: RunConfig, facts: Facts) -> None:
     old = manifests.read_if_any(output)
     if old is None:
         return
+    # First: other taps also change the plan, which says less.
+    _require_same_taps(old, facts, output)
     now = msgspec.structs.replace(
         old,
         model=_model_record(config, facts),
@@ -219,7 +221,6 @@ def require_same_settings(config: RunConfig, facts: Facts) -> None:
         sglang_args=config.model.sglang,
     )
     manifests.require_same(old, now, output)
-    _require_same_taps(old, facts, output)
 
 
 def _require_same_taps(old: Manifest, facts: Facts, output: Path) -> None:

@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from extractor import config as configs
+from extractor import preflight
 from extractor.commands import extract as extraction
+from extractor.commands import job as jobs
 from extractor.commands.output import Output
 from extractor.errors import LeaseError
 from extractor.store import manifest
@@ -43,7 +45,20 @@ def test_weights_replaced_in_place_are_another_model(extract, run_tree):
     result, _ = extract(run_tree)
     output = Path(result.output)
     shutil.rmtree(output / "shards" / "000001")
+    # `start` refuses before any process is started, and before the data is read.
+    same = configs.build(run_tree, source="test")
+    jobs.require_same_settings(same, preflight.check(same))
+    for table, key, value, told in (
+        ("taps", "layers", [2], "holds the taps layer_001, layer_003, final"),
+        ("batch", "max_tokens", 500, "plan.max_tokens: 400 -> 500"),
+        ("data", "limit", 7, "data.limit"),
+    ):
+        other = configs.build(run_tree | {table: run_tree[table] | {key: value}}, source="test")
+        with pytest.raises(LeaseError, match=told):
+            jobs.require_same_settings(other, preflight.check(other))
     with_other_weights(Path(run_tree["model"]["path"]))
+    with pytest.raises(LeaseError, match="model.weights_hash"):
+        jobs.require_same_settings(same, preflight.check(same))
     with pytest.raises(LeaseError, match="model.weights_hash") as refused:
         extract(run_tree)
     assert refused.value.code == "output_differs"

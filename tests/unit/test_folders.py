@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from extractor import folders
-from extractor.errors import NoRunError
+from extractor.errors import AccessError, NoRunError
 
 
 @pytest.fixture
@@ -65,3 +65,21 @@ def test_the_logs_of_a_run_are_named_without_their_ending(tmp_path):
         (tmp_path / name).touch()
 
     assert folders.RunFolder(Path(tmp_path)).logs() == ["replica-0", "supervisor"]
+
+
+def test_a_state_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+
+    with pytest.raises(AccessError, match="cannot be made") as refused:
+        folders.run_folder(tmp_path / "out")
+
+    assert refused.value.exit_code == 5
+    assert "XDG_STATE_HOME" in refused.value.remedy
+    assert folders.all_runs() == []
+
+
+def test_names_that_are_too_long_for_a_path_are_no_paths(runs, tmp_path):
+    assert len(folders.run_folder_of(tmp_path / ("x" * 250)).name) < 100
+    with pytest.raises(NoRunError):
+        folders.find_run("x" * 5000)

@@ -55,6 +55,18 @@ def test_an_error_of_the_console_gives_the_terminal_back_and_shows_a_traceback()
         assert b"run continues" in after
 
 
+@pytest.mark.parametrize("data", [b"\xff", b"\xc3(", b"\xe9t\xe9 "], ids=["no lead", "cut", "Latin-1"])
+def test_bytes_that_are_no_text_are_survived(data):
+    with PtyProgram(*PROGRAM) as terminal:
+        terminal.read_until(PAINTED)
+        terminal.type(data)
+        terminal.type(b"?")
+        terminal.read_until(b"Log: the first line")
+        terminal.type(b"\x11")
+        assert terminal.read_to_end() == 0
+        assert_given_back(terminal)
+
+
 def test_leaving_at_once_leaves_no_warning_behind():
     with PtyProgram(*PROGRAM) as terminal:
         terminal.read_until(b"tapdeck")

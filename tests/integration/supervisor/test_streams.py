@@ -13,6 +13,7 @@ from console import client as module
 from extractor.errors import NoRunError, TapdeckError, UnreachableError
 from extractor.protocol import api
 from extractor.protocol.states import Action, Depth, State
+from extractor.supervisor import server as server_module
 
 pytestmark = pytest.mark.asyncio
 SOON_S = 5.0
@@ -408,3 +409,19 @@ async def test_the_sockets_are_for_this_user_alone(short_path):
     async with ServedRun(short_path) as run:
         assert run.place.socket.stat().st_mode & 0o777 == 0o600
         assert run.place.readonly_socket.stat().st_mode & 0o777 == 0o600
+
+
+async def test_connections_that_are_too_many_are_closed_and_those_that_are_there_go_on(
+    short_path, monkeypatch
+):
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 5)
+    async with ServedRun(short_path) as run:
+        await running(run)
+        async with run.client() as client:
+            await client.snapshot()
+            idle = [await run.connect() for _ in range(8)]
+            ends = [reader.read() for reader, _ in idle[4:]]
+            assert await asyncio.gather(*ends) == [b""] * 4
+            assert (await client.snapshot()).state.state == State.RUNNING
+        for _, writer in idle:
+            writer.close()

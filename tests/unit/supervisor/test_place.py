@@ -3,6 +3,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -113,3 +114,33 @@ def test_of_many_that_come_at_once_one_gets_the_lock(tmp_path, monkeypatch):
     winners[0].__exit__(None, None, None)
 
     assert (len(winners), len(losers)) == (1, 7)
+
+
+def test_a_lock_file_that_was_removed_under_a_living_supervisor_lets_nobody_in(tmp_path):
+    program = f"""
+import socket, sys
+from pathlib import Path
+from extractor.folders import RunFolder
+from extractor.supervisor.place import Place
+place = Place(RunFolder(Path({str(tmp_path)!r})))
+servers = []
+for path in (place.socket, place.readonly_socket):
+    servers.append(socket.socket(socket.AF_UNIX))
+    servers[-1].bind(str(path))
+place.announce()
+print("there", flush=True)
+sys.stdin.read()
+"""
+    folder = RunFolder(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout.readline() == b"there\n"
+        before = folder.supervisor.read_bytes()
+        folder.lock.unlink()
+        with pytest.raises(LeaseError, match=f"already running: pid {holder.pid} "):
+            Place(folder)
+        record = msgspec.json.decode(before, type=api.SupervisorRecord)
+        assert folder.supervisor.read_bytes() == before
+        assert Path(record.socket).exists()
+        holder.kill()
