@@ -3,16 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-slow lint bench bench-console
+.PHONY: demo test test-slow soak lint bench bench-console
 
 demo: $(STAMP)  ## the whole job on this machine, no GPU needed
 	$(BIN)/tapdeck demo --headless
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not soak"
 
 test-slow: $(STAMP)  ## kills, repairs and parity with transformers, in full
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not soak"
+
+soak: $(STAMP)  ## more of them, by hand
+	$(BIN)/python -m pytest -m soak
 
 lint: $(STAMP)  ## the same checks as CI and pre-commit
 	$(BIN)/ruff format --check .

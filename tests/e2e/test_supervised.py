@@ -99,6 +99,7 @@ def test_a_hold_takes_effect_at_the_batch_and_a_resume_goes_on_with_the_next(gat
     assert ("held", "running") in changes
 
 
+@pytest.mark.soak
 def test_an_unload_finishes_the_shard_in_hand_and_frees_the_processes(gated, gate, reference):
     gated.start()
     gate.allow(BATCHES_PER_SHARD + 1)
@@ -257,6 +258,7 @@ def test_the_second_of_two_operators_gets_a_conflict_and_is_told_what_the_first_
     run.wait_gone()
 
 
+@pytest.mark.soak
 def test_a_run_in_the_foreground_ends_before_its_deadline_and_leaves_nothing_half_written(
     gated, gate, reference
 ):
@@ -278,6 +280,7 @@ def test_a_run_in_the_foreground_ends_before_its_deadline_and_leaves_nothing_hal
     outputs.require_same_bytes(gated.output / "shards", reference.output / "shards")
 
 
+@pytest.mark.soak
 def test_stop_finishes_the_shard_in_hand_and_a_start_goes_on(gated, gate, reference):
     gated.start()
     gate.allow(BATCHES_PER_SHARD + 1)
@@ -295,6 +298,7 @@ def test_stop_finishes_the_shard_in_hand_and_a_start_goes_on(gated, gate, refere
     assert gated.tapdeck.run("wait", gated.name).code == 0
 
 
+@pytest.mark.soak
 def test_a_shard_that_kills_its_rank_is_given_up_and_the_others_are_done(run, reference):
     run.tapdeck.environment |= {
         "TAPDECK_WORKER_MODULE": "tests.support.faulty_worker",
@@ -319,6 +323,7 @@ def test_a_shard_that_kills_its_rank_is_given_up_and_the_others_are_done(run, re
     outputs.require_same_bytes(run.output / "shards", reference.output / "shards")
 
 
+@pytest.mark.soak
 def test_a_full_disk_holds_the_run_until_there_is_room(run, reference, tmp_path):
     flag = tmp_path / "full"
     flag.touch()

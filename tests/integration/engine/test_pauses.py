@@ -200,7 +200,7 @@ LEAVING = {
 
 
 @pytest.mark.parametrize(
-    "way", ["stop", *(pytest.param(way, marks=pytest.mark.slow) for way in LEAVING if way != "stop")]
+    "way", ["stop", *(pytest.param(way, marks=pytest.mark.soak) for way in LEAVING if way != "stop")]
 )
 def test_a_held_rank_that_leaves_drops_the_shard_in_hand(start, way):
     rank = start()
@@ -211,7 +211,7 @@ def test_a_held_rank_that_leaves_drops_the_shard_in_hand(start, way):
     assert outputs.part_folders(rank.output) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("grace_s", "left"), [(60.0, ["000000"]), (0.0, [])])
 def test_alone_the_shard_in_hand_is_finished_if_the_grace_time_allows(start, grace_s, left):
     rank = start(grace_s=grace_s)
@@ -224,7 +224,7 @@ def test_alone_the_shard_in_hand_is_finished_if_the_grace_time_allows(start, gra
     assert outputs.part_folders(rank.output) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_drain_commits_the_shard_in_hand_and_begins_no_other(start):
     rank = start()
     in_the_middle_of_shard_0(rank, protocol.Drain())
@@ -235,7 +235,7 @@ def test_a_drain_commits_the_shard_in_hand_and_begins_no_other(start):
     assert [report.shard for report in rank.of(protocol.ShardStarted)] == [0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rank_that_hangs_in_a_batch_does_not_outlive_its_supervisor_for_long(start):
     rank = start(grace_s=1.0)
     in_the_middle_of_shard_0(rank)
