@@ -64,6 +64,7 @@ def test_real_model_in_float32_is_what_transformers_computes(extract, smollm2, t
         assert tap.max_rel_err <= 1e-5, tap
 
 
+@pytest.mark.soak
 def test_real_model_in_bfloat16_errs_no_more_than_transformers_does(extract, smollm2, tmp_path):
     result, _ = extract(real_run(smollm2, tmp_path, "bfloat16"))
     for tap in compare(Path(result.output)).taps:

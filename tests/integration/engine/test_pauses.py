@@ -146,7 +146,8 @@ def held_in_the_middle_of_shard_0(rank: Rank) -> None:
     in_the_middle_of_shard_0(rank, protocol.Hold())
     rank.allow(MANY)
     assert rank.wait_report(protocol.Held).shard == 0
-    assert [report.batch for report in rank.of(protocol.BatchDone)] == [0, 1]
+    # The hold is heard with the second batch in flight, or just before it begins.
+    assert [report.batch for report in rank.of(protocol.BatchDone)] in ([0], [0, 1])
 
 
 def test_a_held_rank_computes_nothing_and_its_shards_do_not_show_it(start):
@@ -165,7 +166,8 @@ def test_a_held_rank_computes_nothing_and_its_shards_do_not_show_it(start):
     rank.allow(rank.num_batches[0] - 1)
     assert rank.wait_report(protocol.Held).shard == 0
     # The gate is open for the whole shard: what keeps its next batch from being computed is the hold.
-    assert [report.batch for report in rank.of(protocol.BatchDone)] == [0, 1]
+    # The hold is heard with the second batch in flight, or just before it begins.
+    assert [report.batch for report in rank.of(protocol.BatchDone)] in ([0], [0, 1])
     process = psutil.Process(rank.replica.process.pid)
     before = sum(process.cpu_times()[:2])
     assert rank.new_reports(QUIET_S) == []
