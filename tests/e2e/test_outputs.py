@@ -101,7 +101,7 @@ def test_what_was_run_is_in_the_run_folder(reference, tapdeck):
     events = [event["event"] for event in tapdeck.events(reference.output)]
 
     assert events == ["started", "ready", *["shard_done"] * reference.num_shards, "finished"]
-    (log,) = Path(reference.finished.json["run"]).glob("replica-0-*.log")
+    (log,) = Path(reference.finished.json["run"]).glob("replica-0.log")
     assert log.is_file()
 
 
