@@ -1,8 +1,9 @@
 """The supervisor of one run: what it knows, what it wants, and the loop that makes the one follow the other.
 
-Owns the run from its preparation to its end: queue, pauses, restarts of the replica, disk policy. The state
-is derived from facts (`lifecycle`), never set. It serves nobody (`server`), prints nothing, and imports
-neither torch nor SGLang nor a tokenizer: what needs those runs in processes of its own.
+Owns the run from its preparation to its end, and the starts and ends of its replica. The state is derived from
+facts (`lifecycle`), never set. Shards are kept by `work`, the output folder by `lease_keeper`, the disk by
+`disk_policy`. It serves nobody (`server`), prints nothing, and imports neither torch nor SGLang nor a tokenizer:
+what needs those runs in processes of its own.
 
 Invariants: a shard that was reported as done is never computed again; a rank that dies costs its shard one
 of three attempts and nothing else; a pause in force starts no process; every change of state is an event.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import time
 import traceback
 from enum import IntEnum
@@ -21,21 +21,23 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from extractor import protocol
-from extractor.errors import BugError, EngineError, LeaseBusyError, LeaseError, StoreError, TapdeckError
-from extractor.protocol.states import Depth, Reason, State
-from extractor.store import lease, listing, manifest
+from extractor.errors import BugError, EngineError, StoreError, TapdeckError
+from extractor.protocol.states import Depth, State
+from extractor.store import listing, manifest
 from extractor.supervisor import lifecycle, prepared_run
-from extractor.supervisor.board import DONE, FAILED, PENDING, RUNNING, ShardBoard
+from extractor.supervisor.disk_policy import DISK_ERRORS, DiskPolicy, is_disk_error
 from extractor.supervisor.engine_control import EngineControl, Wish
 from extractor.supervisor.events import Event
+from extractor.supervisor.lease_keeper import LeaseKeeper
 from extractor.supervisor.lifecycle import EnginePhase, Facts
-from extractor.supervisor.queue import ShardQueue
 from extractor.supervisor.replica import Replica
+from extractor.supervisor.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
+    from extractor.errors import LeaseError
     from extractor.folders import RunFolder
     from extractor.protocol import AnyReport, EngineSpec
     from extractor.store.lease import Lease
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from extractor.supervisor.launcher import Launcher
     from extractor.supervisor.meter import Meter
     from extractor.supervisor.pauses import PauseBook
-    from extractor.supervisor.prepared_run import Conclusion, PreparedRun
+    from extractor.supervisor.prepared_run import Conclusion
     from extractor.supervisor.tasks import Tasks
     from extractor.telemetry.sampler import Sampler
 
@@ -52,13 +54,6 @@ AHEAD = 2
 """Shards in the hands of the replica: one that it computes and one to go on with at once."""
 POLL_S = 1.0
 """Longest time between two looks at what is; reports and actions wake the loop at once."""
-HEARTBEAT_S = 10.0
-LEASE_WAIT_S = 120.0
-"""How long the ranks of a former supervisor may take to leave the output."""
-LEASE_POLL_S = 0.5
-DISK_ERRORS = {"ENOSPC", "EDQUOT", "EROFS"}
-"""Write errors that the next shard would meet as well."""
-DISK_RETRY_S = 30.0
 MAX_BLAMELESS_DEATHS = 3
 BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 
@@ -71,28 +66,18 @@ class Stop(IntEnum):
     KILL = 3
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """Why a run cannot go on."""
-
-    code: str
-    exit_code: int
-    message: str
-    remedy: str | None
-
-
 class Supervisor:
     """One run under supervision. All methods are called in its event loop.
 
     Attributes:
-        prepared: the plan; None until it is known.
-        queue, board: of its shards; None until then.
+        work: its shards; None until the run is prepared.
+        lease: its hold on the output folder.
+        disk: what keeps it from filling the disk.
         engine: the replica that runs; None when none does.
         failure: why it cannot go on.
         stop: how it is being ended.
         conclusion: what the output holds, once it has ended.
         restarts: of the replica, not asked for.
-        quarantined, done_tokens, done_bytes: of the finished shards.
-        started_bytes: of the shards finished since the start.
     """
 
     def __init__(
@@ -135,19 +120,17 @@ class Supervisor:
         self.pauses = pauses
         self.meter = meter
         self.sampler = sampler
-        self.prepared: PreparedRun | None = None
-        self.queue: ShardQueue | None = None
-        self.board: ShardBoard | None = None
+        self.work: Work | None = None
+        self.lease = LeaseKeeper(
+            output, folder.name, clock=clock, on_lost=self._on_lease_lost, note_once=self._note_once
+        )
+        self.disk = DiskPolicy(pauses, sampler, events, note_once=self._note_once, now_utc=now_utc)
         self.engine: EngineControl | None = None
-        self.failure: Failure | None = None
+        self.failure: TapdeckError | None = None
         self.stop: Stop | None = None
         self.stopped_by = ""
         self.conclusion: Conclusion | None = None
         self.restarts = 0
-        self.quarantined = 0
-        self.done_tokens = 0
-        self.done_bytes = 0
-        self.started_bytes = 0
         self.note = ""
         self.load_s: float | None = None
         self.peak_rss_bytes = 0
@@ -160,18 +143,12 @@ class Supervisor:
         self._environment = environment
         self._env_record = dict(env_record)
         self._is_new_output = is_new_output
-        self._lease: Lease | None = None
         self._has_ended = False
         self._batch_at = self._state_at = clock()
         self._ready: protocol.Ready | None = None
-        self._in_hand: dict[int, int] = {}
         self._gpu_uuid: str | None = None
         self._blameless_deaths = 0
         self._not_before = 0.0
-        self._beats: asyncio.Task[None] | None = None
-        self._lease_lock = asyncio.Lock()
-        self._is_lease_lost = False
-        self._unrecorded_pause: str | None = None
         self._noted = ""
         self._wake = asyncio.Event()
         self._stop_event = asyncio.Event()
@@ -183,19 +160,6 @@ class Supervisor:
     def depth(self) -> Depth | None:
         """The depth of pause in force."""
         return self.pauses.depth
-
-    @property
-    def tokens_done(self) -> int:
-        """Tokens of finished shards and of the batches in hand."""
-        return self.done_tokens + sum(self._in_hand.values())
-
-    @property
-    def needed_bytes(self) -> int:
-        """That the shards to do will still take on the disk."""
-        if self.prepared is None:
-            return 0
-        left = sum(self.prepared.shard_tokens) - self.done_tokens
-        return left * self.prepared.bytes_per_token
 
     @property
     def silent_s(self) -> float:
@@ -223,17 +187,6 @@ class Supervisor:
             watcher.set()
 
     # -- what others may do ----------------------------------------------------------------------------
-
-    def take_lease(self) -> None:
-        """Takes the output folder, before anybody is told that the run has started. Blocking.
-
-        Raises:
-            LeaseError: another run has it. When only the last worker of a former start still writes, nothing is
-                raised: `run` waits for it.
-            TapdeckError: the folder cannot be written.
-        """
-        with contextlib.suppress(LeaseBusyError):
-            self._lease = lease.acquire(self.output, self.folder.name)
 
     def request_stop(self, how: Stop, *, by: str) -> None:
         """Ends the run; not the pauses, which are in force again at the next start. Does nothing after its end."""
@@ -294,49 +247,35 @@ class Supervisor:
     # -- phases ----------------------------------------------------------------------------------------
 
     async def _hold_lease(self) -> None:
-        if self._lease is None:
+        if self.lease.held is None:
             self.note = "waiting for the ranks of the former supervisor to leave the output"
             self.events.add(Event.NOTE, text=self.note)
-        end = self._clock() + LEASE_WAIT_S
-        while self._lease is None and not self._is_stopping:
-            # One look at a time: a thread that waits could take the lease when nobody wants it any more.
-            try:
-                self._lease = await asyncio.to_thread(lease.acquire, self.output, self.folder.name)
-            except LeaseBusyError:
-                if self._clock() >= end:
-                    raise
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop_event.wait(), LEASE_POLL_S)
-        self._beats = asyncio.get_running_loop().create_task(self._beat())
+            await self.lease.wait(lambda: not self._is_stopping, self._stop_event)
+        self.lease.begin_beats()
 
     async def _prepare(self) -> None:
-        if self._lease is None:
+        if self.lease.held is None:
             return
         self.note = "reading the data and the model's configuration"
-        await self._unless_stopped(self._make_tasks(self._lease).prepare(self._take_note))
-        if self._is_stopping or self._is_lease_lost:
+        await self._unless_stopped(self._make_tasks(self.lease.held).prepare(self._take_note))
+        if self._is_stopping or self.lease.is_lost:
             return
         prepared = prepared_run.read(self.folder.job)
-        self.prepared = prepared
-        done = set(prepared.done)
-        todo = [shard for shard in range(len(prepared.shard_tokens)) if shard not in done]
-        self.queue = ShardQueue(todo)
-        self.board = ShardBoard(len(prepared.shard_tokens), prepared.done)
-        self.quarantined = prepared.quarantined
-        self.done_tokens = sum(prepared.shard_tokens[shard] for shard in prepared.done)
-        self.done_bytes = prepared.done_bytes
+        self.work = Work(prepared)
         self.note = ""
         for text in prepared.notes:
             self.events.add(Event.NOTE, text=text)
-        self.events.add(Event.PREPARED, text=f"{len(todo)} of {len(prepared.shard_tokens)} shards to do")
+        num_shards = len(prepared.shard_tokens)
+        text = f"{num_shards - len(prepared.done)} of {num_shards} shards to do"
+        self.events.add(Event.PREPARED, text=text)
         self.changed()
 
     async def _compute(self) -> None:
-        while self.queue is not None and not self._is_over():
+        while self.work is not None and not self._is_over():
             # Before the facts are read: whatever comes in while we act leads to another look.
             self._wake.clear()
-            self._apply_disk_policy()
-            await self._steer()
+            self.disk.look(self.work)
+            await self._steer(self.work)
             self._refresh()
             if not self._is_over():
                 with contextlib.suppress(TimeoutError):
@@ -344,22 +283,23 @@ class Supervisor:
 
     async def _conclude(self) -> None:
         """The lists of the data set, from what is on the disk; not after a kill, which must not wait."""
-        if self._lease is None or self.prepared is None or self.stop == Stop.KILL or self._is_lease_lost:
+        held, work = self.lease.held, self.work
+        if held is None or work is None or self.stop == Stop.KILL or self.lease.is_lost:
             return
         self.note = "writing the lists of the data set"
         self.changed()
-        tasks = self._make_tasks(self._lease)
+        tasks = self._make_tasks(held)
         try:
             self.conclusion = await self._unless_stopped(tasks.conclude(self._take_note), level=Stop.KILL)
         except EngineError as error:
             # A process that is killed once (by the out-of-memory killer, say) may well live the next time.
             self.events.add(Event.NOTE, text=error.message)
             self.conclusion = await self._unless_stopped(tasks.conclude(self._take_note), level=Stop.KILL)
-        queue = self.queue
-        if queue is not None and queue.failed and self.failure is None:
-            first = min(queue.failed)
+        failed = work.queue.failed
+        if failed and self.failure is None:
+            first = min(failed)
             raise EngineError(
-                f"{len(queue.failed)} shards could not be done; the first is shard {first}: {queue.failed[first]}",
+                f"{len(failed)} shards could not be done; the first is shard {first}: {failed[first]}",
                 remedy=f"see {self.folder.log('replica-0')}; started again, the run tries them anew",
                 code="shards_failed",
             )
@@ -372,12 +312,10 @@ class Supervisor:
             )
 
     async def _end(self) -> None:
-        if self._lease is not None:
-            try:
-                await self._end_beats()
-                await asyncio.to_thread(self._lease.release, remove_if_empty=self._is_new_output)
-            except TapdeckError as error:
-                self.events.add(Event.NOTE, text=error.message)
+        try:
+            await self.lease.release(remove_if_empty=self._is_new_output)
+        except TapdeckError as error:
+            self.events.add(Event.NOTE, text=error.message)
         self._has_ended = True
         self.note = ""
         self.changed()
@@ -389,7 +327,7 @@ class Supervisor:
     def _is_over(self) -> bool:
         if self.engine is not None:
             return False
-        is_done = self.queue is None or self.queue.is_finished
+        is_done = self.work is None or self.work.queue.is_finished
         return is_done or self.stop is not None or self.failure is not None
 
     def _pause_s(self) -> float:
@@ -399,67 +337,49 @@ class Supervisor:
             return min(POLL_S, wait_s)
         return 0.0 if self.engine is None and self._may_start() else POLL_S
 
-    async def _beat(self) -> None:
-        """Says that we live, from the first moment to the last: preparing takes longer than a lease lasts."""
-        while self._lease is not None:
-            await asyncio.sleep(HEARTBEAT_S)
-            try:
-                async with self._lease_lock:
-                    await asyncio.to_thread(self._lease.heartbeat)
-            except LeaseError as error:
-                self._is_lease_lost = True
-                self._fail(error)
-                self._stop_event.set()
-                return
-            except TapdeckError as error:
-                self._note_once(error.message)
+    def _on_lease_lost(self, error: LeaseError) -> None:
+        self._fail(error)
+        self._stop_event.set()
 
-    async def _end_beats(self) -> None:
-        if self._beats is not None:
-            # Not while one is being written: it would be there after the lease was given up.
-            async with self._lease_lock:
-                self._beats.cancel()
-            await asyncio.gather(self._beats, return_exceptions=True)
-
-    async def _steer(self) -> None:
+    async def _steer(self, work: Work) -> None:
         if self.engine is None:
             if self._may_start():
-                await self._start_engine()
+                await self._start_engine(work)
             return
         if self.engine.has_ended:
-            await self._reap()
+            await self._reap(self.engine, work)
             return
         if self._ready is not None and self._wish() == Wish.RUN:
-            await self._write_manifest(self._ready)
+            await self._write_manifest(self._ready, work)
         # Only now: a pause may have come while that was written.
         wish = self._wish()
         self.engine.steer(wish)
         if wish == Wish.RUN and self.engine.is_ready and self._ready is None:
-            self._hand_out(self.engine)
+            self._hand_out(self.engine, work)
 
     def _wish(self) -> Wish:
         if self.stop == Stop.KILL or self.failure is not None:
             return Wish.KILL
         if self.stop is not None:
             return Wish.NOW if self.stop == Stop.NOW else Wish.DRAIN
-        if self.queue is not None and self.queue.is_finished:
+        if self._is_done:
             return Wish.FINISH
         if self.depth == Depth.UNLOAD:
             return Wish.DRAIN
         return Wish.HOLD if self.depth is not None else Wish.RUN
 
     def _may_start(self) -> bool:
-        is_wanted = self.queue is not None and not self.queue.is_finished and self._lease is not None
+        is_wanted = self.work is not None and not self._is_done and self.lease.held is not None
         is_allowed = self.depth is None and self.stop is None and self.failure is None
         return is_wanted and is_allowed and self.restart_in_s == 0.0
 
-    async def _start_engine(self) -> None:
-        held = self._lease
+    async def _start_engine(self, work: Work) -> None:
+        held = self.lease.held
         if held is None:
             return
         try:
             replica = Replica(
-                self._spec,
+                lambda endpoint: self._spec(work, held, endpoint),
                 launcher=self._launcher,
                 run_folder=self.folder.path,
                 environment=self._environment,
@@ -472,40 +392,21 @@ class Supervisor:
                 code="not_started",
             ) from error
         self.engine = EngineControl(replica, self._on_report, self._wake)
-        try:
-            async with self._lease_lock:
-                await asyncio.to_thread(held.add_worker, replica.process.pid)
-        except LeaseError:
-            raise
-        except TapdeckError as error:
-            # A full disk is no reason to end the run: the lock that the rank has inherited says the same.
-            if held.lock_fd is None:
-                raise
-            self._note_once(error.message)
+        await self.lease.add_worker(replica.process.pid)
 
-    def _spec(self, endpoint: str) -> EngineSpec:
-        if self.prepared is None or self._lease is None:
-            raise EngineError("a rank was to be started before the run was prepared", code="bug")
+    def _spec(self, work: Work, held: Lease, endpoint: str) -> EngineSpec:
         # The word of this start is part of the replica's name, and so of its part folders: a rank that
         # should be gone and still writes never shares one with its successor.
-        name = f"0-{self._lease.record.token[:8]}-{self.restarts}-{self._now_utc():.0f}"
-        return msgspec.structs.replace(self.prepared.spec, endpoint=endpoint, replica=name)
+        name = f"0-{held.record.token[:8]}-{self.restarts}-{self._now_utc():.0f}"
+        return msgspec.structs.replace(work.prepared.spec, endpoint=endpoint, replica=name)
 
-    def _hand_out(self, engine: EngineControl) -> None:
-        queue, board = self.queue, self.board
-        if queue is None or board is None:
-            return
-        name = engine.replica.name
-        if self._unrecorded_pause is not None:
-            return
-        while queue.has_pending and queue.num_leased(name) < AHEAD and self._has_room():
+    def _hand_out(self, engine: EngineControl, work: Work) -> None:
+        name, queue = engine.replica.name, work.queue
+        while queue.has_pending and queue.num_leased(name) < AHEAD and self.disk.allows_next(work):
             engine.work(queue.lease(name))
 
-    async def _reap(self) -> None:
+    async def _reap(self, engine: EngineControl, work: Work) -> None:
         """The process has ended: its shards go back, and what it died of is taken note of."""
-        engine, queue = self.engine, self.queue
-        if engine is None or queue is None:
-            return
         await self._unless_stopped(engine.leave(), level=Stop.KILL)
         await engine.close()
         # What it had in the making is nobody's any more. Its parts alone: others may still write.
@@ -519,13 +420,11 @@ class Supervisor:
         if self._gpu_uuid is not None:
             self.sampler.set_rank(self._gpu_uuid, None)
         self.peak_rss_bytes = max(self.peak_rss_bytes, engine.peak_rss_bytes)
-        self._judge_end(engine, queue)
-        for shard in queue.give_back(engine.replica.name):
-            self._set_cell(shard, PENDING)
-        self._in_hand.clear()
+        self._judge_end(engine, work)
+        work.give_back(engine.replica.name)
         self.changed()
 
-    def _judge_end(self, engine: EngineControl, queue: ShardQueue) -> None:
+    def _judge_end(self, engine: EngineControl, work: Work) -> None:
         if engine.fault is not None:
             # Of ours, not of the rank.
             raise engine.fault
@@ -550,8 +449,7 @@ class Supervisor:
         self.events.add(Event.RANK_DIED, pid=engine.pid, shard=engine.started_shard, error=death)
         self._not_before = self._clock() + BACKOFF_S[min(self._blameless_deaths, len(BACKOFF_S) - 1)]
         self.note = f"the rank died: {death.splitlines()[0]}"
-        if engine.started_shard in queue.leased:
-            self._blame(queue, engine.started_shard, death)
+        if engine.started_shard is not None and self._blame(work, engine.started_shard, death):
             self._blameless_deaths = 0
             return
         self._blameless_deaths += 1
@@ -564,134 +462,67 @@ class Supervisor:
                 )
             )
 
-    def _blame(self, queue: ShardQueue, shard: int, error: str) -> None:
-        """One attempt less for a shard."""
-        again = queue.fail(shard, error)
-        self._in_hand.pop(shard, None)
-        self._set_cell(shard, PENDING if again else FAILED)
+    def _blame(self, work: Work, shard: int, error: str) -> bool:
+        """One attempt less for a shard; returns whether it was in hand."""
+        again = work.fail(shard, error)
+        if again is None:
+            return False
         self.events.add(Event.SHARD_RETRY if again else Event.SHARD_FAILED, shard=shard, error=error)
+        return True
 
     async def _end_engine(self) -> None:
         if self.engine is not None:
             engine, self.engine = self.engine, None
             await engine.close()
 
-    # -- disk ------------------------------------------------------------------------------------------
-
-    def _has_room(self) -> bool:
-        """Whether the next shard fits above the reserve, with those that are in hand."""
-        prepared, queue, usage = self.prepared, self.queue, self.sampler.disk()
-        if prepared is None or queue is None or queue.next_pending is None or usage is None:
-            return True
-        tokens = sum(prepared.shard_tokens[shard] - self._in_hand.get(shard, 0) for shard in queue.leased)
-        tokens += prepared.shard_tokens[queue.next_pending]
-        return usage.free_bytes >= prepared.reserve_bytes + tokens * prepared.bytes_per_token
-
-    def _apply_disk_policy(self) -> None:
-        queue = self.queue
-        if queue is None or self.prepared is None:
-            return
-        if self.pauses.has(Reason.DISK):
-            since = next(p.since_utc for p in self.pauses.pauses if p.reason == Reason.DISK)
-            if self._has_room() and abs(self._now_utc() - since) >= DISK_RETRY_S:
-                self._lift_disk_pause()
-        elif self._unrecorded_pause is not None:
-            self._pause_for_disk(self._unrecorded_pause)
-        elif queue.has_pending and not queue.leased and not self._has_room():
-            usage = self.sampler.disk()
-            free = 0.0 if usage is None else usage.free_bytes / 1e9
-            self._pause_for_disk(
-                f"{free:.2f} GB free, the next shard must leave {self.prepared.reserve_bytes / 1e9:.2f} GB "
-                "(output.reserve_bytes); goes on by itself when there is room"
-            )
-
-    def _pause_for_disk(self, note: str) -> None:
-        if self.pauses.has(Reason.DISK):
-            return
-        try:
-            self.pauses.add(Reason.DISK, Depth.HOLD, by="auto", note=note)
-        except TapdeckError as error:
-            # The disk of the run folder is full as well: no shard is handed out until the pause is on it.
-            self._unrecorded_pause = self.note = note
-            self._note_once(f"{note}; and that could not be recorded: {error.message}")
-            return
-        self._unrecorded_pause = None
-        self.note = ""
-        self.events.add(Event.PAUSED, reason=Reason.DISK, note=note)
-
-    def _lift_disk_pause(self) -> None:
-        try:
-            self.pauses.lift(Reason.DISK)
-        except TapdeckError as error:
-            self._note_once(error.message)
-            return
-        self.events.add(Event.RESUMED, reason=Reason.DISK, note="there is room again")
-
     # -- reports ---------------------------------------------------------------------------------------
 
     def _on_report(self, report: AnyReport) -> None:
+        work = self.work
+        if work is None:
+            raise BugError(f"a rank speaks before the run was prepared: {report!r}")
         match report:
             case protocol.Hello():
                 self.events.add(Event.STARTED, pid=report.pid, start_time=report.start_time)
             case protocol.Ready():
-                self._ready = report
-                self.load_s = report.load_s
-                self.note = ""
-                self.events.add(Event.READY, load_s=report.load_s)
-                if report.gpu_uuid is not None:
-                    self._gpu_uuid = report.gpu_uuid
-                    self.sampler.set_rank(report.gpu_uuid, "0.0")
+                self._on_ready(report)
             case protocol.ShardStarted():
-                self._on_started(report)
+                work.begin(report.shard)
             case protocol.BatchDone():
-                self._on_batch(report)
+                self._on_batch(report, work)
             case protocol.ShardDone():
-                self._on_done(report)
+                if work.complete(report):
+                    self.events.add(Event.SHARD_DONE, shard=report.shard, num_bytes=report.num_bytes)
             case protocol.ShardFailed():
-                self._on_failed_shard(report)
+                self._on_failed_shard(report, work)
             case _:
                 pass
         if not isinstance(report, protocol.BatchDone):
             self.changed()
 
-    def _on_started(self, report: protocol.ShardStarted) -> None:
-        if self._is_leased(report.shard):
-            self._in_hand[report.shard] = 0
-            self._set_cell(report.shard, RUNNING)
+    def _on_ready(self, report: protocol.Ready) -> None:
+        self._ready = report
+        self.load_s = report.load_s
+        self.note = ""
+        self.events.add(Event.READY, load_s=report.load_s)
+        if report.gpu_uuid is not None:
+            self._gpu_uuid = report.gpu_uuid
+            self.sampler.set_rank(report.gpu_uuid, "0.0")
 
-    def _on_batch(self, report: protocol.BatchDone) -> None:
+    def _on_batch(self, report: protocol.BatchDone, work: Work) -> None:
         self._blameless_deaths = 0
         self._batch_at = self._clock()
         self.meter.on_tokens(report.num_tokens)
-        # A shard whose writing has failed may still be computed for a while.
-        if report.shard in self._in_hand:
-            self._in_hand[report.shard] += report.num_tokens
+        work.add_batch(report.shard, report.num_tokens)
 
-    def _on_done(self, report: protocol.ShardDone) -> None:
-        if self.queue is None or self.prepared is None or not self._is_leased(report.shard):
-            return
-        self.queue.complete(report.shard)
-        self._in_hand.pop(report.shard, None)
-        self._set_cell(report.shard, DONE)
-        self.done_tokens += self.prepared.shard_tokens[report.shard]
-        self.done_bytes += report.num_bytes
-        self.started_bytes += report.num_bytes
-        self.quarantined += report.quarantined
-        self.events.add(Event.SHARD_DONE, shard=report.shard, num_bytes=report.num_bytes)
-
-    def _on_failed_shard(self, report: protocol.ShardFailed) -> None:
-        if self.queue is None or not self._is_leased(report.shard):
-            return
+    def _on_failed_shard(self, report: protocol.ShardFailed, work: Work) -> None:
         if report.errno_name not in DISK_ERRORS:
-            self._blame(self.queue, report.shard, report.error)
-            return
-        self.queue.put_back(report.shard)
-        self._in_hand.pop(report.shard, None)
-        self._set_cell(report.shard, PENDING)
-        self._pause_for_disk(
-            f"shard {report.shard} could not be written: {report.error}; nothing half-written was kept; goes on by "
-            "itself when there is room"
-        )
+            self._blame(work, report.shard, report.error)
+        elif work.put_back(report.shard):
+            self.disk.hold(
+                f"shard {report.shard} could not be written: {report.error}; nothing half-written was kept; goes on by "
+                "itself when there is room"
+            )
 
     # -- small things ----------------------------------------------------------------------------------
 
@@ -702,9 +533,9 @@ class Supervisor:
 
     def _facts(self) -> Facts:
         return Facts(
-            is_prepared=self.prepared is not None,
+            is_prepared=self.work is not None,
             engine=EnginePhase.NONE if self.engine is None else self.engine.phase,
-            is_done=self.queue is not None and self.queue.is_finished,
+            is_done=self._is_done,
             depth=self.depth,
             # Asked to stop with nothing left to do, a run has finished all the same; but not before its end.
             is_stopping=self.stop is not None and not (self._has_ended and self._is_complete),
@@ -717,16 +548,12 @@ class Supervisor:
         return self.stop is not None
 
     @property
+    def _is_done(self) -> bool:
+        return self.work is not None and self.work.queue.is_finished
+
+    @property
     def _is_complete(self) -> bool:
         return self.conclusion is not None and self.conclusion.missing == 0
-
-    def _is_leased(self, shard: int) -> bool:
-        """Whether it is in hand; what is said of one that is not changes nothing."""
-        return self.queue is not None and shard in self.queue.leased
-
-    def _set_cell(self, shard: int, letter: int) -> None:
-        if self.board is not None:
-            self.board.set(shard, letter)
 
     def _note_once(self, text: str) -> None:
         """An event of what may go on for hours."""
@@ -740,24 +567,22 @@ class Supervisor:
 
     def _fail(self, error: TapdeckError) -> None:
         if self.failure is None:
-            self.failure = Failure(error.code, error.exit_code, error.message, error.remedy)
+            self.failure = error
         self.changed()
 
-    async def _write_manifest(self, ready: protocol.Ready) -> None:
+    async def _write_manifest(self, ready: protocol.Ready, work: Work) -> None:
         """dataset.json, when the model is proven and before the first shard of this start; not on a full disk."""
-        if self.prepared is None:
-            return
         now = msgspec.structs.replace(
-            self.prepared.manifest, sglang=ready.settings, versions=ready.versions, env=self._env_record
+            work.prepared.manifest, sglang=ready.settings, versions=ready.versions, env=self._env_record
         )
         old = await asyncio.to_thread(manifest.read_if_any, self.output)
         resumed, changes = manifest.with_environment(old, now)
         try:
             await asyncio.to_thread(manifest.write, self.output, resumed)
         except TapdeckError as error:
-            if not _is_disk_error(error):
+            if not is_disk_error(error):
                 raise
-            self._pause_for_disk(f"{error.message}; goes on by itself when there is room")
+            self.disk.hold(f"{error.message}; goes on by itself when there is room")
             return
         self._ready = None
         if changes:
@@ -768,7 +593,7 @@ class Supervisor:
         """The result, or None when the run is ended (at least as urgently as `level`) before it is there."""
         task = asyncio.ensure_future(work)
         while not task.done():
-            if self._is_lease_lost or (self.stop is not None and self.stop >= level):
+            if self.lease.is_lost or (self.stop is not None and self.stop >= level):
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 return None
@@ -777,8 +602,3 @@ class Supervisor:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
         return await task
-
-
-def _is_disk_error(error: TapdeckError) -> bool:
-    cause = error.__cause__
-    return isinstance(cause, OSError) and errno.errorcode.get(cause.errno or 0) in DISK_ERRORS

@@ -113,7 +113,7 @@ def supervise(
     with Place(folder) as place:
         run = _Run(folder, configs.load(config_file))
         with run.closing():
-            run.supervisor.take_lease()
+            run.supervisor.lease.take()
             config_file.replace(folder.config)
             return asyncio.run(_serve(run, place, announce, deadline_s, is_foreground=is_foreground))
 

@@ -10,7 +10,6 @@ import msgspec
 from extractor.estimate import disk_forecast
 from extractor.protocol import api
 from extractor.protocol.states import Action, Reason, State, refusal
-from extractor.supervisor.board import FAILED, RUNNING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +46,7 @@ class SnapshotMaker:
 
     def make(self) -> api.Snapshot:
         """The run as it is now."""
-        supervisor = self._supervisor
+        supervisor, work = self._supervisor, self._supervisor.work
         rates = self._rates()
         return api.Snapshot(
             api_version=api.API_VERSION,
@@ -57,11 +56,11 @@ class SnapshotMaker:
             state=api.StateInfo(
                 supervisor.state, supervisor.state_since_utc, why(supervisor), supervisor.pauses.pauses
             ),
-            progress=self._progress(),
+            progress=None if work is None else work.progress(),
             rates=rates,
             disk=self._disk(rates),
             telemetry=supervisor.sampler.latest(),
-            shards=None if supervisor.board is None else supervisor.board.as_map(),
+            shards=None if work is None else work.board.as_map(),
             replicas=(self._replica(),),
             events=tuple(supervisor.events.tail)[-EVENTS_SHOWN:],
             actions={
@@ -71,9 +70,10 @@ class SnapshotMaker:
         )
 
     def _run_info(self) -> api.RunInfo:
-        prepared = self._supervisor.prepared
-        if prepared is None or self._run.taps:
+        work = self._supervisor.work
+        if work is None or self._run.taps:
             return self._run
+        prepared = work.prepared
         self._run = msgspec.structs.replace(
             self._run,
             device=prepared.spec.device,
@@ -85,43 +85,28 @@ class SnapshotMaker:
         )
         return self._run
 
-    def _progress(self) -> api.Progress | None:
-        supervisor = self._supervisor
-        prepared, queue, board = supervisor.prepared, supervisor.queue, supervisor.board
-        if prepared is None or queue is None or board is None:
-            return None
-        return api.Progress(
-            tokens_total=sum(prepared.shard_tokens),
-            tokens_done=supervisor.tokens_done,
-            samples_total=sum(prepared.shard_samples),
-            shards_total=len(prepared.shard_tokens),
-            shards_done=len(prepared.done) + len(queue.done),
-            shards_running=board.count(RUNNING),
-            shards_failed=board.count(FAILED),
-            rejected=prepared.manifest.totals.rejected,
-            quarantined=supervisor.quarantined,
-        )
-
     def _rates(self) -> api.Rates | None:
         supervisor = self._supervisor
-        if supervisor.prepared is None:
+        work = supervisor.work
+        if work is None:
             return None
         supervisor.meter.tick()
-        left = sum(supervisor.prepared.shard_tokens) - supervisor.tokens_done
-        return supervisor.meter.rates(left, self._now_utc())
+        return supervisor.meter.rates(work.tokens_total - work.tokens_done, self._now_utc())
 
     def _disk(self, rates: api.Rates | None) -> api.Disk | None:
-        supervisor = self._supervisor
-        usage, prepared = supervisor.sampler.disk(), supervisor.prepared
+        supervisor, work = self._supervisor, self._supervisor.work
+        usage = supervisor.sampler.disk()
         if usage is None:
             return None
-        reserve = 0 if prepared is None else prepared.reserve_bytes
+        reserve = 0 if work is None else work.prepared.reserve_bytes
+        needed = 0 if work is None else work.needed_bytes
+        written = 0 if work is None else work.started_bytes
         running_s = 0.0 if rates is None else rates.running_s
-        rate = supervisor.started_bytes / running_s if supervisor.started_bytes and running_s else None
+        rate = written / running_s if written and running_s else None
         forecast = disk_forecast(
             free_bytes=usage.free_bytes,
             reserve_bytes=reserve,
-            needed_bytes=supervisor.needed_bytes,
+            needed_bytes=needed,
             write_bytes_per_s=rate,
             eta_s=None if rates is None else rates.eta_s,
         )
@@ -131,12 +116,12 @@ class SnapshotMaker:
             used_bytes=usage.used_bytes,
             free_bytes=usage.free_bytes,
             reserve_bytes=reserve,
-            run_bytes=supervisor.done_bytes,
-            needed_bytes=supervisor.needed_bytes,
+            run_bytes=0 if work is None else work.done_bytes,
+            needed_bytes=needed,
             write_bytes_per_s=rate,
             full_in_s=forecast.full_in_s,
             is_enough=forecast.is_enough,
-            verdict=forecast.verdict if prepared is not None else "not known before the run is prepared",
+            verdict=forecast.verdict if work is not None else "not known before the run is prepared",
         )
 
     def _replica(self) -> api.ReplicaInfo:
@@ -189,7 +174,7 @@ def why(supervisor: Supervisor) -> str:
                 "goes on"
             )
         case _:
-            return supervisor.note
+            return supervisor.disk.unrecorded or supervisor.note
 
 
 def _loading(supervisor: Supervisor) -> str:

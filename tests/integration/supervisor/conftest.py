@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from extractor.supervisor import core, engine_control
+from extractor.supervisor import core, engine_control, lease_keeper
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> None:
     # Longer than any deadline of a test: what is not woken stands still.
     monkeypatch.setattr(core, "POLL_S", 60.0)
     monkeypatch.setattr(core, "BACKOFF_S", (0.01, 0.01, 0.01))
-    monkeypatch.setattr(core, "LEASE_POLL_S", 0.01)
+    monkeypatch.setattr(lease_keeper, "LEASE_POLL_S", 0.01)
     # The death of a thread cannot be noticed in any other way.
     monkeypatch.setattr(engine_control, "LISTEN_S", 0.01)
 

@@ -254,7 +254,7 @@ class PlayedRun:
 
     def start(self) -> None:
         """Takes the lease and begins, as the daemon does."""
-        self.supervisor.take_lease()
+        self.supervisor.lease.take()
         self.task = asyncio.create_task(self.supervisor.run())
 
     async def to_state(self, *states: State) -> None:
@@ -310,8 +310,8 @@ class PlayedRun:
 
     @property
     def cells(self) -> str:
-        assert self.supervisor.board is not None
-        return self.supervisor.board.as_map().cells
+        assert self.supervisor.work is not None
+        return self.supervisor.work.board.as_map().cells
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """Lines of the log, all or of some kinds."""

@@ -83,7 +83,7 @@ async def live(steps):
         if failure is not None and failure.code == "worker_died":
             # Three deaths in a row without a batch: the run has rightly given up.
             return
-        queue = run.supervisor.queue
+        queue = run.supervisor.work.queue
         done = [event["shard"] for event in run.events("shard_done")]
         given_up = [event["shard"] for event in run.events("shard_failed")]
         assert sorted(done + given_up) == list(range(SHARDS))
@@ -91,7 +91,7 @@ async def live(steps):
         assert run.state == (State.FAILED if given_up else State.FINISHED)
         assert failure is None or failure.code == "shards_failed"
         assert run.cells == "".join("x" if shard in given_up else "d" for shard in range(SHARDS))
-        assert run.supervisor.tokens_done == sum(run.job.shard_tokens[shard] for shard in done)
+        assert run.supervisor.work.tokens_done == sum(run.job.shard_tokens[shard] for shard in done)
 
 
 @settings(

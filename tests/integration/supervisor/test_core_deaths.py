@@ -4,8 +4,8 @@ import pytest
 from played_run import PlayedRun
 
 from extractor import protocol
-from extractor.protocol.states import Depth, State
-from extractor.supervisor import core, replica
+from extractor.protocol.states import Depth, Reason, State
+from extractor.supervisor import core, replica, work
 from extractor.supervisor.core import MAX_BLAMELESS_DEATHS
 from extractor.supervisor.queue import MAX_ATTEMPTS
 
@@ -37,7 +37,7 @@ async def test_the_third_death_before_any_batch_ends_the_run(short_path):
     assert run.state == State.FAILED
     assert len(run.launcher.ranks) == MAX_BLAMELESS_DEATHS
     assert (run.supervisor.failure.code, run.supervisor.failure.exit_code) == ("worker_died", 7)
-    assert run.supervisor.queue.failed == {}
+    assert run.supervisor.work.queue.failed == {}
     assert run.states() == ["created", "preparing", "loading", "draining", "failed"]
 
 
@@ -48,7 +48,7 @@ async def test_deaths_are_counted_anew_after_a_batch(short_path):
         run.start()
         await run.until(lambda: len(run.launcher.ranks) == 3, "third rank")
         run.launcher.allow(1)
-        await run.until(lambda: run.supervisor.tokens_done, "batch")
+        await run.until(lambda: run.supervisor.work and run.supervisor.work.tokens_done, "batch")
         run.launcher.rank.die()
         await run.finish()
 
@@ -101,7 +101,7 @@ async def test_a_death_in_a_shard_costs_that_shard_an_attempt_and_the_other_one_
     async with PlayedRun(short_path) as run:
         run.start()
         await run.shard_in_flight(0)
-        assert run.supervisor.queue.leased == (0, 1)
+        assert run.supervisor.work.queue.leased == (0, 1)
         run.launcher.rank.die()
         await run.until(lambda: run.events("rank_died"), "death")
         await run.finish()
@@ -110,7 +110,7 @@ async def test_a_death_in_a_shard_costs_that_shard_an_attempt_and_the_other_one_
     assert [event["shard"] for event in run.events("shard_retry")] == [0]
     assert run.events("rank_died")[0]["shard"] == 0
     assert sorted(run.launcher.committed) == [0, 1, 2, 3]
-    assert run.supervisor.tokens_done == sum(run.job.shard_tokens)
+    assert run.supervisor.work.tokens_done == sum(run.job.shard_tokens)
     assert "loading" in run.states()[run.states().index("running") :]
 
 
@@ -134,7 +134,7 @@ async def test_a_shard_that_kills_three_ranks_is_given_up_and_the_others_are_don
     assert len(run.events("shard_failed")) == 1
     assert run.tasks.conclusions == 1
     # The others were never to blame.
-    assert run.supervisor.queue._attempts == {0: MAX_ATTEMPTS}
+    assert run.supervisor.work.queue._attempts == {0: MAX_ATTEMPTS}
 
 
 async def test_a_shard_that_cannot_be_written_three_times_is_given_up_without_a_restart(short_path):
@@ -249,7 +249,7 @@ async def test_what_is_said_of_a_shard_that_is_not_in_hand_changes_nothing(short
             protocol.BatchDone(3, 0, 7),
         )
         await run.until(lambda: run.supervisor.engine.batch == (3, 0), "reports")
-        assert run.supervisor.tokens_done == 0
+        assert run.supervisor.work.tokens_done == 0
         assert run.cells == "r..."
         await run.finish()
 
@@ -261,10 +261,10 @@ async def test_what_is_said_of_a_shard_that_is_not_in_hand_changes_nothing(short
 async def test_an_error_of_ours_in_a_report_ends_the_run_and_is_named(short_path, monkeypatch, capsys):
     async with PlayedRun(short_path) as run:
 
-        def broken(report):
+        def broken(_, report):
             raise ZeroDivisionError("ours")
 
-        monkeypatch.setattr(run.supervisor, "_on_done", broken)
+        monkeypatch.setattr(work.Work, "complete", broken)
         run.start()
         await run.finish()
 
@@ -297,7 +297,7 @@ async def test_a_shard_is_not_blamed_for_a_death_before_it_begins_anew(short_pat
         # Held before it begins the shard that it is given once more.
         rank._do(lambda: setattr(rank, "_owes_held", False))
         rank._do(lambda: setattr(rank, "_step", lambda: False))
-        run.resume(core.Reason.DISK)
+        run.resume(Reason.DISK)
         await run.until(lambda: rank.heard.count(protocol.WorkShard(0)) == 2, "shard once more")
         rank.die()
         await run.until(lambda: run.events("rank_died"), "death")

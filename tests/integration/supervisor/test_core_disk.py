@@ -9,8 +9,8 @@ from extractor import protocol
 from extractor.errors import DiskSpaceError
 from extractor.protocol.states import Depth, Reason, State
 from extractor.store import lease, manifest
-from extractor.supervisor import core, pauses
-from extractor.supervisor.core import DISK_RETRY_S
+from extractor.supervisor import core, lease_keeper, pauses
+from extractor.supervisor.disk_policy import DISK_ERRORS, DISK_RETRY_S
 
 pytestmark = pytest.mark.asyncio
 SHARD_BYTES = 30 * BYTES_PER_TOKEN
@@ -22,7 +22,7 @@ def full(*_, **__):
     raise error from OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("name", sorted(core.DISK_ERRORS))
+@pytest.mark.parametrize("name", sorted(DISK_ERRORS))
 async def test_a_shard_that_meets_a_full_disk_is_put_back_without_blame_and_the_run_is_held(short_path, name):
     async with PlayedRun(short_path) as run:
         run.launcher.shard_errors[0].append(("OSError: No space left on device", name))
@@ -32,7 +32,7 @@ async def test_a_shard_that_meets_a_full_disk_is_put_back_without_blame_and_the_
         assert [(p.reason, p.depth, p.by) for p in run.pauses.pauses] == [(Reason.DISK, Depth.HOLD, "auto")]
         assert "No space left" in run.pauses.pauses[0].note
         assert run.cells[0] == "."
-        assert run.supervisor.queue.next_pending == 0
+        assert run.supervisor.work.queue.next_pending == 0
         run.launcher.allow()
         run.skip(DISK_RETRY_S - 5)
         assert run.state == State.HELD
@@ -40,10 +40,10 @@ async def test_a_shard_that_meets_a_full_disk_is_put_back_without_blame_and_the_
         await run.end()
 
     assert run.state == State.FINISHED
-    assert run.supervisor.queue._attempts == {}
+    assert run.supervisor.work.queue._attempts == {}
     assert run.events("shard_retry", "rank_died") == []
     assert [event["reason"] for event in run.events("resumed")] == [Reason.DISK]
-    assert run.supervisor.tokens_done == sum(run.job.shard_tokens)
+    assert run.supervisor.work.tokens_done == sum(run.job.shard_tokens)
 
 
 async def test_a_held_run_does_not_go_on_while_there_is_no_room(short_path):
@@ -162,7 +162,7 @@ async def test_a_full_disk_keeps_the_description_from_being_written_and_holds_th
 async def test_a_lease_that_cannot_be_written_on_a_full_disk_does_not_end_the_run(
     short_path, monkeypatch, method
 ):
-    monkeypatch.setattr(core, "HEARTBEAT_S", 0.005)
+    monkeypatch.setattr(lease_keeper, "HEARTBEAT_S", 0.005)
     monkeypatch.setattr(lease.Lease, method, full)
     async with PlayedRun(short_path) as run:
         run.start()
@@ -191,7 +191,7 @@ async def test_no_shard_is_handed_out_while_the_pause_itself_cannot_be_written(s
         await run.until(lambda: "could not be recorded" in str(run.events("note")), "note")
         await run.shard_in_flight(1)
         assert run.launcher.rank.heard == [protocol.WorkShard(0), protocol.WorkShard(1)]
-        assert "full" in run.supervisor.note
+        assert "full" in run.supervisor.disk.unrecorded
         monkeypatch.setattr(pauses.atomic, "replace_file", replace)
         run.supervisor.changed()
         await run.until(lambda: run.pauses.has(Reason.DISK), "pause")

@@ -25,8 +25,8 @@ async def test_an_undisturbed_run_goes_through_its_states_and_does_every_shard_i
     assert run.cells == "dddd"
     assert len(run.launcher.ranks) == 1
     assert run.launcher.rank.heard[-1] == protocol.Finish()
-    assert run.supervisor.tokens_done == sum(run.job.shard_tokens)
-    assert run.supervisor.done_bytes == run.supervisor.started_bytes == 4 * 3000
+    assert run.supervisor.work.tokens_done == sum(run.job.shard_tokens)
+    assert run.supervisor.work.done_bytes == run.supervisor.work.started_bytes == 4 * 3000
     assert run.supervisor.peak_rss_bytes == 12345
     assert run.sampler.ranks == {"GPU-1": None}
     assert (run.output / "dataset.json").exists()
@@ -49,7 +49,7 @@ async def test_only_the_shards_that_are_missing_are_computed(short_path):
 
     assert run.launcher.committed == [1, 2, 4]
     assert run.cells == "ddddd"
-    assert run.supervisor.tokens_done == sum(run.job.shard_tokens)
+    assert run.supervisor.work.tokens_done == sum(run.job.shard_tokens)
 
 
 async def test_a_rank_never_has_more_shards_than_it_needs_to_go_on(short_path):
@@ -83,7 +83,7 @@ async def test_a_hold_takes_effect_after_the_batch_in_flight(short_path):
         run.launcher.allow()
         await run.to_state(State.HELD)
         assert run.supervisor.engine.batch == (0, 0)
-        assert run.supervisor.tokens_done == run.launcher.batch_tokens
+        assert run.supervisor.work.tokens_done == run.launcher.batch_tokens
         assert run.supervisor.engine.stage == "held"
         run.resume()
         assert run.state == State.RUNNING
@@ -203,12 +203,12 @@ async def test_an_unload_of_a_held_run_drops_the_shard_in_hand(short_path):
         assert run.state == State.UNLOADING
         await run.to_state(State.UNLOADED)
         assert run.launcher.committed == []
-        assert run.supervisor.tokens_done == 0
+        assert run.supervisor.work.tokens_done == 0
         assert run.cells == "...."
         run.resume()
         await run.finish()
 
-    assert run.supervisor.queue.failed == {}
+    assert run.supervisor.work.queue.failed == {}
     assert run.state == State.FINISHED
 
 
@@ -297,8 +297,8 @@ async def test_no_shard_is_handed_out_when_a_pause_comes_while_the_data_set_is_d
     async with PlayedRun(short_path) as run:
         write = run.supervisor._write_manifest
 
-        async def write_and_be_paused(ready):
-            await write(ready)
+        async def write_and_be_paused(ready, work):
+            await write(ready, work)
             run.pause(Depth.UNLOAD)
 
         monkeypatch.setattr(run.supervisor, "_write_manifest", write_and_be_paused)

@@ -10,9 +10,9 @@ from played_run import PlayedRun
 from extractor import protocol
 from extractor.errors import DatasetError, EngineError, LeaseError
 from extractor.processes import ProcessIdentity, RealMachine
-from extractor.protocol.states import Depth, State
+from extractor.protocol.states import Depth, Reason, State
 from extractor.store import lease
-from extractor.supervisor import core
+from extractor.supervisor import core, lease_keeper
 from extractor.supervisor.core import Stop
 
 pytestmark = pytest.mark.asyncio
@@ -63,7 +63,7 @@ async def unloading(run):
 
 
 async def unloaded(run):
-    run.pauses.add(core.Reason.OPERATOR, Depth.UNLOAD, by="ops1")
+    run.pauses.add(Reason.OPERATOR, Depth.UNLOAD, by="ops1")
     run.start()
     await run.to_state(State.UNLOADED)
 
@@ -346,7 +346,7 @@ async def test_a_run_does_not_wait_for_ever_for_the_ranks_of_a_former_supervisor
         former = FormerRank(run.output)
         run.start()
         await run.until(lambda: run.events("note"), "note")
-        run.skip(core.LEASE_WAIT_S + 1)
+        run.skip(lease_keeper.LEASE_WAIT_S + 1)
         await run.end()
         former.leave()
         (run.output / "lease.json").unlink()
@@ -383,7 +383,7 @@ async def test_an_output_of_another_run_is_refused_before_anything_begins(short_
 
 @pytest.mark.parametrize("moment", [preparing, running, held, unloaded])
 async def test_a_heartbeat_is_written_at_every_moment(short_path, monkeypatch, moment):
-    monkeypatch.setattr(core, "HEARTBEAT_S", 0.005)
+    monkeypatch.setattr(lease_keeper, "HEARTBEAT_S", 0.005)
     async with PlayedRun(short_path) as run:
         await moment(run)
         before = lease.read_lease(run.output).heartbeat_utc
@@ -397,13 +397,13 @@ async def test_a_heartbeat_is_written_at_every_moment(short_path, monkeypatch, m
 async def test_a_run_whose_output_was_taken_over_ends_at_once_and_writes_nothing_more(
     short_path, monkeypatch, moment
 ):
-    monkeypatch.setattr(core, "HEARTBEAT_S", 0.005)
+    monkeypatch.setattr(lease_keeper, "HEARTBEAT_S", 0.005)
     async with PlayedRun(short_path) as run:
         await moment(run)
         path = run.output / "lease.json"
-        theirs = path.read_bytes().replace(run.supervisor._lease.record.token.encode(), b"theirs")
+        theirs = path.read_bytes().replace(run.supervisor.lease.held.record.token.encode(), b"theirs")
         # Between two heartbeats, not in the middle of one.
-        async with run.supervisor._lease_lock:
+        async with run.supervisor.lease._lock:
             path.write_bytes(theirs)
         await run.end()
         assert path.read_bytes() == theirs

@@ -53,7 +53,7 @@ async def test_a_snapshot_is_what_the_supervisor_knows(short_path):
             assert (created.state.state, created.progress, created.shards) == (State.CREATED, None, None)
             await running(run)
             run.launcher.allow(1)
-            await run.until(lambda: run.supervisor.tokens_done, "batch")
+            await run.until(lambda: run.supervisor.work and run.supervisor.work.tokens_done, "batch")
             now = await client.snapshot()
         assert now.state.state == State.RUNNING
         assert now.revision == run.pauses.revision
