@@ -12,7 +12,6 @@ of three attempts and nothing else; a pause in force starts no process; every ch
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import traceback
 from enum import IntEnum
@@ -31,6 +30,7 @@ from extractor.supervisor.events import Event
 from extractor.supervisor.lease_keeper import LeaseKeeper
 from extractor.supervisor.lifecycle import EnginePhase, Facts
 from extractor.supervisor.replica import Replica
+from extractor.supervisor.waiting import until_set
 from extractor.supervisor.work import Work
 
 if TYPE_CHECKING:
@@ -278,8 +278,7 @@ class Supervisor:
             await self._steer(self.work)
             self._refresh()
             if not self._is_over():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._pause_s())
+                await until_set(self._wake, self._pause_s())
 
     async def _conclude(self) -> None:
         """The lists of the data set, from what is on the disk; not after a kill, which must not wait."""

@@ -40,6 +40,7 @@ from extractor.supervisor.prepared_run import Conclusion
 from extractor.supervisor.server import Server
 from extractor.supervisor.snapshot import SnapshotMaker
 from extractor.supervisor.tasks import ProcessTasks
+from extractor.supervisor.waiting import until_set
 from extractor.telemetry.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -291,8 +292,7 @@ class _Saver:
         while not self._is_ending:
             self._change.clear()
             await asyncio.to_thread(_save, self._folder, self._snapshots.make())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._change.wait(), SAVE_EVERY_S)
+            await until_set(self._change, SAVE_EVERY_S)
 
 
 def _save(folder: RunFolder, snapshot: api.Snapshot) -> None:

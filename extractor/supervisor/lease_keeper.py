@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from extractor.errors import LeaseBusyError, LeaseError, TapdeckError
 from extractor.store import lease
+from extractor.supervisor.waiting import until_set
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,8 +86,7 @@ class LeaseKeeper:
             except LeaseBusyError:
                 if self._clock() >= end:
                     raise
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), LEASE_POLL_S)
+                await until_set(stop, LEASE_POLL_S)
 
     def begin_beats(self) -> None:
         """Says from now on that we live: preparing alone takes longer than a lease lasts."""

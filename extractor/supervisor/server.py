@@ -25,6 +25,7 @@ from extractor.protocol import api
 from extractor.supervisor import log_files
 from extractor.supervisor.actions import RequestRefusedError, decode_request
 from extractor.supervisor.events import Who
+from extractor.supervisor.waiting import until_set
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -130,8 +131,7 @@ class Server:
         """Tells every console the last state, then closes all connections."""
         self._is_ending = True
         self._supervisor.wake_watchers()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._no_streams.wait(), END_WAIT_S)
+        await until_set(self._no_streams, END_WAIT_S)
         for listener in self._listeners:
             listener.close()
         if self._runner is not None:
