@@ -193,10 +193,12 @@ class EngineControl:
                 self._can_hear = True
             case protocol.Stage() if self.phase == EnginePhase.LOADING:
                 self.stage = report.name
-            case protocol.Ready() if self.phase == EnginePhase.LOADING:
+            case protocol.Ready():
+                # Also of one that was told to leave meanwhile: what it dies of later is not of the loading.
                 self.load_s = report.load_s
-                self.phase = EnginePhase.WORKING
-                self.stage = "ready"
+                if self.phase == EnginePhase.LOADING:
+                    self.phase = EnginePhase.WORKING
+                    self.stage = "ready"
             case protocol.ShardStarted():
                 self.started_shard = report.shard
             case protocol.BatchDone():

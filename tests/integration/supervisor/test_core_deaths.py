@@ -180,6 +180,27 @@ async def test_a_crash_that_is_reported_after_the_load_is_a_death(short_path):
     assert [event["shard"] for event in run.events("shard_retry")] == [0]
 
 
+async def test_a_crash_after_a_load_that_was_to_be_broken_off_is_a_death(short_path, monkeypatch):
+    async with PlayedRun(short_path) as run:
+        run.launcher.may_load = False
+        run.start()
+        await run.until(lambda: run.launcher.ranks, "rank")
+        # The kill comes late: the rank gets ready and crashes before.
+        monkeypatch.setattr(run.launcher.rank, "kill", lambda *, wait=True: None)
+        run.pause(Depth.UNLOAD)
+        await run.to_state(State.UNLOADING)
+        run.launcher.rank.load()
+        await run.until(lambda: run.events("ready"), "ready")
+        run.launcher.rank.fail("crash", "RuntimeError: CUDA error")
+        await run.to_state(State.UNLOADED)
+        assert "CUDA error" in run.events("rank_died")[0]["error"]
+        run.launcher.may_load = True
+        run.resume()
+        await run.finish()
+
+    assert run.state == State.FINISHED
+
+
 @pytest.mark.parametrize(
     ("code", "exit_code", "is_loaded"),
     [("crash", 7, False), ("proof", 7, False), ("capture", 7, True), ("access", 5, True)],
