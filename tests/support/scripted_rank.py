@@ -283,6 +283,8 @@ class ScriptedRank:
             self._leave(0)
         if not self._holds and self._shards:
             self.shard, self._batch = self._shards.popleft(), 0
+            # The first batch belongs to it: who sees that the shard began knows that a batch is at the gate.
+            self._is_in_flight = self._launcher.batches > 0
             self._say(protocol.ShardStarted(self.shard))
             return True
         if not self._holds and self._finishes:
