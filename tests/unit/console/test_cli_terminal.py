@@ -1,13 +1,12 @@
 """The command line on a real terminal: what is asked there, and what reaches it."""
 
-import os
 import sys
 
 import pytest
 
 from extractor.folders import RunFolder
 from tests.support.fake_supervisor import FakeSupervisor, snapshot_of
-from tests.support.pty import Terminal
+from tests.support.pty import Terminal, usual_environment
 
 TAPDECK = [sys.executable, "-m", "console.cli"]
 
@@ -25,9 +24,8 @@ def terminal(tmp_path):
     opened = []
 
     def start(*arguments, **env):
-        base = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "TAPDECK_ASCII"}}
-        settings = {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
-        shown = Terminal([*TAPDECK, *arguments], base | settings | env, columns=100, lines=30)
+        environment = usual_environment(XDG_STATE_HOME=str(tmp_path)) | env
+        shown = Terminal([*TAPDECK, *arguments], environment, columns=100, lines=30)
         opened.append(shown)
         return shown
 
