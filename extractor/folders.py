@@ -146,3 +146,11 @@ def run_folder_of(output: Path) -> Path:
     resolved = output.resolve()
     digest = xxhash.xxh3_64_hexdigest(str(resolved).encode())[:8]
     return runs_folder() / f"{resolved.name[:MAX_NAME]}-{digest}"
+
+
+def existing_parent(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists. May block."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

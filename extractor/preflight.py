@@ -17,6 +17,7 @@ from extractor import checkpoint, families, sglang_args, taps
 from extractor.checkpoint import Checkpoint
 from extractor.errors import AccessError, ConfigError, DiskSpaceError, PreflightError
 from extractor.estimate import DiskVerdict
+from extractor.folders import existing_parent
 from extractor.protocol import Dtype
 from extractor.taps import TapSelection
 
@@ -87,7 +88,7 @@ def check_disk(output: Path, needed_bytes: int, reserve_bytes: int) -> DiskVerdi
     if verdict.missing_bytes:
         raise DiskSpaceError(
             f"{output}: the run needs {_gb(verdict.needed_bytes)} more and must leave {_gb(reserve_bytes)} free "
-            f"(output.reserve_bytes), but {_existing_parent(output)} has {_gb(verdict.free_bytes)} free: "
+            f"(output.reserve_bytes), but {existing_parent(output)} has {_gb(verdict.free_bytes)} free: "
             f"{_gb(verdict.missing_bytes)} too little",
             remedy="free space, choose another output.dir, fewer taps, fewer samples (data.limit), "
             "or a smaller output.reserve_bytes",
@@ -97,7 +98,7 @@ def check_disk(output: Path, needed_bytes: int, reserve_bytes: int) -> DiskVerdi
 
 def disk_verdict(output: Path, needed_bytes: int, reserve_bytes: int) -> DiskVerdict:
     """What is needed, free and reserved on the file system that the output is or will be on."""
-    return DiskVerdict(needed_bytes, shutil.disk_usage(_existing_parent(output)).free, reserve_bytes)
+    return DiskVerdict(needed_bytes, shutil.disk_usage(existing_parent(output)).free, reserve_bytes)
 
 
 def check_writable(output: Path) -> None:
@@ -106,7 +107,7 @@ def check_writable(output: Path) -> None:
     Raises:
         AccessError: with the folder that is in the way.
     """
-    folder = _existing_parent(output)
+    folder = existing_parent(output)
     if not folder.is_dir():
         raise AccessError(f"{output}: {folder} is a file, not a folder", remedy="choose another output.dir")
     read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
@@ -115,13 +116,6 @@ def check_writable(output: Path) -> None:
         raise AccessError(
             f"{output}: {folder} {why}", remedy="choose another output.dir, or change its permissions"
         )
-
-
-def _existing_parent(path: Path) -> Path:
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def _check_parallel(config: RunConfig) -> None:

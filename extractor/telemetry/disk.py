@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from extractor.folders import existing_parent
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -46,11 +48,3 @@ class DiskProbe:
         now_utc = self._now_utc()
         usage = shutil.disk_usage(existing_parent(self._path))
         return DiskUsage(usage.total, usage.used, usage.free, now_utc)
-
-
-def existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that exists. May block."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path

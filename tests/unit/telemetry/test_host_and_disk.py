@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from extractor.telemetry.disk import DiskProbe, existing_parent
+from extractor.folders import existing_parent
+from extractor.telemetry.disk import DiskProbe
 from extractor.telemetry.host import HostProbe
 
 
