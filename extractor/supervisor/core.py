@@ -56,6 +56,7 @@ POLL_S = 1.0
 """Longest time between two looks at what is; reports and actions wake the loop at once."""
 MAX_BLAMELESS_DEATHS = 3
 BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+"""Before the next start of a replica, by how many have died since a shard was done; the last from then on."""
 
 
 class Stop(IntEnum):
@@ -148,6 +149,7 @@ class Supervisor:
         self._ready: protocol.Ready | None = None
         self._gpu_uuid: str | None = None
         self._blameless_deaths = 0
+        self._deaths_in_a_row = 0
         self._not_before = 0.0
         self._noted = ""
         self._wake = asyncio.Event()
@@ -446,7 +448,8 @@ class Supervisor:
             death = "the rank left without being told to"
         self.restarts += 1
         self.events.add(Event.RANK_DIED, pid=engine.pid, shard=engine.started_shard, error=death)
-        self._not_before = self._clock() + BACKOFF_S[min(self._blameless_deaths, len(BACKOFF_S) - 1)]
+        self._not_before = self._clock() + BACKOFF_S[min(self._deaths_in_a_row, len(BACKOFF_S) - 1)]
+        self._deaths_in_a_row += 1
         self.note = f"the rank died: {death.splitlines()[0]}"
         if engine.started_shard is not None and self._blame(work, engine.started_shard, death):
             self._blameless_deaths = 0
@@ -491,6 +494,7 @@ class Supervisor:
                 self._on_batch(report, work)
             case protocol.ShardDone():
                 if work.complete(report):
+                    self._deaths_in_a_row = 0
                     self.events.add(Event.SHARD_DONE, shard=report.shard, num_bytes=report.num_bytes)
             case protocol.ShardFailed():
                 self._on_failed_shard(report, work)

@@ -78,6 +78,34 @@ async def test_a_rank_is_started_again_after_a_wait_that_grows(short_path, monke
     assert run.state == State.FINISHED
 
 
+async def test_the_wait_grows_from_shard_to_shard_until_one_is_done(short_path, monkeypatch):
+    monkeypatch.setattr(core, "BACKOFF_S", (100.0, 200.0, 400.0))
+    waits = []
+
+    async def die(run):
+        await run.until(
+            lambda: run.supervisor.engine and run.supervisor.engine.started_shard is not None, "shard"
+        )
+        rank = run.launcher.rank
+        rank.die()
+        await run.until(lambda: run.supervisor.restart_in_s, "wait")
+        waits.append(run.supervisor.restart_in_s)
+        run.skip(waits[-1])
+        await run.until(lambda: run.launcher.rank is not rank, "next rank")
+
+    async with PlayedRun(short_path) as run:
+        run.start()
+        await die(run)
+        await die(run)
+        run.launcher.allow(run.launcher.batches)
+        await run.until(lambda: run.events("shard_done"), "done shard")
+        await die(run)
+        await run.finish()
+
+    assert [round(wait_s, -2) for wait_s in waits] == [100, 200, 100]
+    assert run.state == State.FINISHED
+
+
 DEADLINE_S = 20.0
 
 
@@ -186,7 +214,7 @@ async def test_a_crash_after_a_load_that_was_to_be_broken_off_is_a_death(short_p
         run.start()
         await run.until(lambda: run.launcher.ranks, "rank")
         # The kill comes late: the rank gets ready and crashes before.
-        monkeypatch.setattr(run.launcher.rank, "kill", lambda *, wait=True: None)
+        monkeypatch.setattr(run.launcher.rank, "kill", lambda **_: None)
         run.pause(Depth.UNLOAD)
         await run.to_state(State.UNLOADING)
         run.launcher.rank.load()
