@@ -25,6 +25,7 @@ from extractor.errors import ConfigError, ConflictError, NoRunError, TapdeckErro
 from extractor.folders import all_runs, find_run
 from extractor.processes import RealMachine
 from extractor.protocol.states import Action, Depth, State, deepest
+from extractor.quantities import duration_words
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -137,7 +138,7 @@ def wait(run: RunFolder, *, timeout_s: float | None, out: Out, ascii_only: bool)
         snapshot = asyncio.run(_end_of(run, timeout_s, out, ascii_only=ascii_only))
     except TimeoutError:
         raise TapdeckError(
-            f"{run.name} has not ended within {words.duration_words(timeout_s or 0.0)}",
+            f"{run.name} has not ended within {duration_words(timeout_s or 0.0)}",
             remedy="wait again; the run itself goes on",
             code="timeout",
             exit_code=TRY_AGAIN,

@@ -16,6 +16,7 @@ from console import words
 from console.widgets.lines import visible
 from extractor.protocol.api import Unavailable
 from extractor.protocol.states import State
+from extractor.quantities import UNKNOWN, bytes_words, duration_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -131,26 +132,26 @@ def _finish(rates: Rates, style: Style) -> list[str]:
         return ["not known"]
     band = ""
     if rates.eta_low_s is not None and rates.eta_high_s is not None:
-        low, high = words.duration_words(rates.eta_low_s), words.duration_words(rates.eta_high_s)
+        low, high = duration_words(rates.eta_low_s), duration_words(rates.eta_high_s)
         band = f" ({low} to {high})"
     moment = "" if rates.finish_utc is None else f", at {style.when(rates.finish_utc)}"
-    return [f"{words.duration_words(rates.eta_s)} of computing left{band}{moment}"]
+    return [f"{duration_words(rates.eta_s)} of computing left{band}{moment}"]
 
 
 def _disk(disk: Disk, *, is_prepared: bool) -> list[str]:
     if not is_prepared:
         # What the run needs and keeps free is not known yet: zeros would read like facts.
-        return [f"{disk.path}: {words.bytes_words(disk.free_bytes)} free", disk.verdict]
+        return [f"{disk.path}: {bytes_words(disk.free_bytes)} free", disk.verdict]
     rate = (
         ""
         if disk.write_bytes_per_s is None
-        else f"; writes {words.bytes_words(disk.write_bytes_per_s)}/s in the mean"
+        else f"; writes {bytes_words(disk.write_bytes_per_s)}/s in the mean"
     )
-    full = "" if disk.full_in_s is None else f"; full in {words.duration_words(disk.full_in_s)} at this rate"
+    full = "" if disk.full_in_s is None else f"; full in {duration_words(disk.full_in_s)} at this rate"
     return [
-        f"{disk.path}: {words.bytes_words(disk.free_bytes)} free, {words.bytes_words(disk.reserve_bytes)} "
-        f"reserved; this run has {words.bytes_words(disk.run_bytes)} and needs "
-        f"{words.bytes_words(disk.needed_bytes)} more{rate}{full}",
+        f"{disk.path}: {bytes_words(disk.free_bytes)} free, {bytes_words(disk.reserve_bytes)} "
+        f"reserved; this run has {bytes_words(disk.run_bytes)} and needs "
+        f"{bytes_words(disk.needed_bytes)} more{rate}{full}",
         disk.verdict,
     ]
 
@@ -178,7 +179,7 @@ def _taps(snapshot: Snapshot) -> list[str]:
     run = snapshot.run
     if not run.taps:
         return []
-    per_token = f"; {words.bytes_words(run.bytes_per_token)} per token" if run.bytes_per_token else ""
+    per_token = f"; {bytes_words(run.bytes_per_token)} per token" if run.bytes_per_token else ""
     ids = f"ids after {list(run.ids_after)}, before {list(run.ids_before)}"
     return [f"{', '.join(run.taps)}; {ids}{per_token}"]
 
@@ -218,7 +219,7 @@ def table(rows: Sequence[Row], style: Style) -> list[str]:
 def _cells(row: Row, style: Style) -> tuple[str, ...]:
     supervisor = supervisor_words(is_live=row.is_live)
     if row.snapshot is None:
-        return (row.name, supervisor, words.UNKNOWN, "", "", "")
+        return (row.name, supervisor, UNKNOWN, "", "", "")
     progress, rates = row.snapshot.progress, row.snapshot.rates
     tokens = shards = ""
     if progress is not None:

@@ -1,8 +1,8 @@
 """How numbers, times and states are said to people, once for command line and console. Pure.
 
 Owns signs, units and roundings; it refuses to know a clock, a terminal or the locale (the time zone of
-`when_words` apart). A value that cannot be had is said with its reason, never as 0. Sizes are decimal (1 GB
-is 10^9 bytes), as on the label of a disk. Every sign has a variant in ASCII.
+`when_words` apart). A value that cannot be had is said with its reason, never as 0. Every sign has a variant in
+ASCII. Sizes and durations, which the supervisor speaks of as well, are in `extractor.quantities`.
 
 Text of events, names and errors passes through as it is: making it safe for a terminal is for whoever prints.
 """
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from extractor.protocol.api import Unavailable
 from extractor.protocol.states import Pause, Reason, State
+from extractor.quantities import UNKNOWN, three_digits
 
 if TYPE_CHECKING:
     from extractor.protocol.api import EventLine, Gpu, StateInfo
 
-UNKNOWN = "unknown"
 _GLYPHS: dict[State, tuple[str, str]] = {
     State.CREATED: ("◌", "."),
     State.PREPARING: ("◌", "."),
@@ -36,7 +36,6 @@ _GLYPHS: dict[State, tuple[str, str]] = {
     State.FINISHED: ("✔", "+"),
     State.FAILED: ("✖", "x"),
 }
-_SIZES = ("kB", "MB", "GB", "TB", "PB", "EB")
 _COUNTS = ((1e6, "M"), (1e9, "G"), (1e12, "T"))
 _UNAVAILABLE = {
     "not_supported": "not supported",
@@ -69,44 +68,12 @@ def pause_words(pause: Pause, *, now_utc: float | None = None, zone: datetime.tz
     return f"{pause.depth} by {pause.reason} ({pause.by}) since {since}{note}"
 
 
-def duration_words(seconds: float) -> str:
-    """Its two largest units: "0.4 s", "45 s", "2m05s", "3h12m", "2d04h"."""
-    if not math.isfinite(seconds):
-        return UNKNOWN
-    if 0 < seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = max(0, round(seconds))
-    minutes, rest_s = divmod(whole, 60)
-    hours, rest_min = divmod(minutes, 60)
-    days, rest_h = divmod(hours, 24)
-    if not minutes:
-        return f"{whole} s"
-    if not hours:
-        return f"{minutes}m{rest_s:02}s"
-    return f"{days}d{rest_h:02}h" if days else f"{hours}h{rest_min:02}m"
-
-
-def bytes_words(num_bytes: float) -> str:
-    """Three digits and a decimal unit: "96 bytes", "57.3 kB", "711 GB", "1.02 TB"."""
-    if not math.isfinite(num_bytes):
-        return UNKNOWN
-    if abs(num_bytes) < 1000:
-        return "1 byte" if num_bytes == 1 else f"{num_bytes:.0f} bytes"
-    value = float(num_bytes)
-    for unit in _SIZES:
-        value /= 1000
-        # 999.6 would be printed as 1000: the next unit says it.
-        if abs(value) < 999.5 or unit == _SIZES[-1]:
-            break
-    return f"{_three_digits(value)} {unit}"
-
-
 def count_words(count: float) -> str:
     """Exact below a million, then three digits: "2,310", "12.4 M", "1.20 G"."""
     if abs(count) < 1e6:
         return f"{count:,.0f}"
     factor, unit = next((pair for pair in _COUNTS if abs(count) < 999.5 * pair[0]), _COUNTS[-1])
-    return f"{_three_digits(count / factor)} {unit}"
+    return f"{three_digits(count / factor)} {unit}"
 
 
 def of_words(done: float, total: float) -> str:
@@ -180,12 +147,6 @@ def event_words(
 ) -> str:
     """One event on one line: when, who, what."""
     return f"{when_words(event.time_utc, now_utc=now_utc, zone=zone)} {event.who}  {event.text}"
-
-
-def _three_digits(value: float) -> str:
-    size = abs(value)
-    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
-    return f"{value:,.{digits}f}"
 
 
 def _gigabytes(value: float | Unavailable) -> str:

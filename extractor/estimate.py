@@ -6,8 +6,9 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-import humanize
 import msgspec
+
+from extractor.quantities import bytes_words, duration_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,13 +96,6 @@ def size(
     return SizeEstimate(states + TOKEN_BYTES, total, longest * states, num_shards)
 
 
-def eta_s(*, tokens_left: int, tokens_done: int, elapsed_s: float) -> float | None:
-    """Seconds left at the mean rate so far; None before the first token."""
-    if tokens_done <= 0 or elapsed_s <= 0:
-        return None
-    return tokens_left * elapsed_s / tokens_done
-
-
 class Eta(msgspec.Struct, frozen=True):
     """Seconds of computing left.
 
@@ -117,7 +111,12 @@ class Eta(msgspec.Struct, frozen=True):
 
 
 def eta(
-    *, tokens_left: int, tokens_done: int, running_s: float, recent: Sequence[float], interval_s: float
+    *,
+    tokens_left: int,
+    tokens_done: int,
+    running_s: float,
+    recent: Sequence[float] = (),
+    interval_s: float = 1.0,
 ) -> Eta | None:
     """Time left, with a band; the rule is ours.
 
@@ -132,7 +131,8 @@ def eta(
         tokens_left: to compute.
         tokens_done: computed in `running_s`.
         running_s: seconds of computing.
-        recent: tokens/s of the last intervals of computing, oldest first; may be empty.
+        recent: tokens/s of the last intervals of computing, oldest first; without them the mean of the
+            start is all that counts.
         interval_s: length of one.
 
     Returns:
@@ -198,14 +198,14 @@ def disk_forecast(
     if needed_bytes <= 0:
         return DiskForecast(True, None, "enough: nothing more to write")
     if spare >= 0:
-        return DiskForecast(True, None, f"enough: {bytes_text(spare)} to spare")
+        return DiskForecast(True, None, f"enough: {bytes_words(spare)} to spare")
     room = max(0, free_bytes - reserve_bytes)
     full_in_s = 0.0 if room == 0 else _seconds_to_write(room, needed_bytes, write_bytes_per_s, eta_s)
-    what = f"{bytes_text(-spare)} too little"
-    reserve = f"the reserve of {bytes_text(reserve_bytes)}"
+    what = f"{bytes_words(-spare)} too little"
+    reserve = f"the reserve of {bytes_words(reserve_bytes)}"
     if room == 0:
         return DiskForecast(False, full_in_s, f"{what}: no space above {reserve}")
-    when = "" if full_in_s is None else f" in {duration_text(full_in_s)}"
+    when = "" if full_in_s is None else f" in {duration_words(full_in_s)}"
     return DiskForecast(False, full_in_s, f"{what}: holds at {reserve}{when}")
 
 
@@ -215,20 +215,3 @@ def _seconds_to_write(
     if write_bytes_per_s is not None and write_bytes_per_s > 0:
         return num_bytes / write_bytes_per_s
     return None if eta_s is None else eta_s * num_bytes / needed_bytes
-
-
-def bytes_text(num_bytes: int) -> str:
-    """A size for people, in SI units; terabytes to two digits, since the next one is tens of gigabytes."""
-    return humanize.naturalsize(num_bytes, format="%.2f" if num_bytes >= 10**12 else "%.1f")
-
-
-def duration_text(seconds: float) -> str:
-    """A duration for people, rounded down: "45s", "14m", "2h14m", "3d04h"."""
-    minutes, whole_s = divmod(int(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d{hours:02}h"
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    return f"{minutes}m" if minutes else f"{whole_s}s"

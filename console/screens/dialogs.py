@@ -13,12 +13,12 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
-from console import words
 from console.widgets.field import Field
 from console.widgets.lines import Line, Role, Span, line, wrapped
 from console.widgets.panel import Panel
 from extractor.protocol.api import Unavailable
 from extractor.protocol.states import AVAILABLE_DEPTHS, Depth
+from extractor.quantities import bytes_words, duration_words
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
@@ -99,8 +99,8 @@ class PauseDialog(Dialog[Depth]):
 
 def _depth(depth: Depth, snapshot: Snapshot | None) -> list[Line]:
     used = _memory_in_use(snapshot)
-    kept = f"{words.bytes_words(used)} stay on the GPUs" if used else "the model stays in memory"
-    freed = f"frees {words.bytes_words(used)} on the GPUs and" if used else "frees the model's memory and"
+    kept = f"{bytes_words(used)} stay on the GPUs" if used else "the model stays in memory"
+    freed = f"frees {bytes_words(used)} on the GPUs and" if used else "frees the model's memory and"
     if depth == Depth.HOLD:
         return [line(("h", "key"), ("  hold    ", "strong"), f"frees nothing: {kept}"), _back("at once")]
     return [
@@ -117,7 +117,7 @@ def _load_words(snapshot: Snapshot | None) -> str:
     known = [replica.load_s for replica in (snapshot.replicas if snapshot else ()) if replica.load_s]
     if not known:
         return "after the model is loaded again; not measured on this run yet"
-    return f"in about {words.duration_words(max(known))} (model load, as measured on this run)"
+    return f"in about {duration_words(max(known))} (model load, as measured on this run)"
 
 
 def _memory_in_use(snapshot: Snapshot | None) -> float:

@@ -16,13 +16,13 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import Input
 
-from console import words
 from console.screens.base import RunScreen
 from console.screens.dialogs import ConfirmDialog
 from console.widgets.field import Field
 from console.widgets.lines import Line, Role, Span, line, wrapped
 from console.widgets.panel import Panel
 from console.workers import begin
+from extractor.quantities import bytes_words
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
@@ -177,7 +177,7 @@ class StartScreen(RunScreen):
         dialog = ConfirmDialog(
             self.view,
             question=f"Start {found.run or self._path}?",
-            effect=f"{found.tokens:,} tokens, {words.bytes_words(found.needed_bytes)} to write to {found.output}. "
+            effect=f"{found.tokens:,} tokens, {bytes_words(found.needed_bytes)} to write to {found.output}. "
             "The run goes on without this console.",
             yes="start it",
         )
@@ -259,14 +259,14 @@ def estimate_lines(found: Estimate | None, width: int, signs: Signs) -> list[Lin
         ("work", f"{found.num_shards:,} shards{done}", ""),
         (
             "size",
-            f"{words.bytes_words(found.bytes_per_token)} per token, {words.bytes_words(found.total_bytes)} in all",
+            f"{bytes_words(found.bytes_per_token)} per token, {bytes_words(found.total_bytes)} in all",
             "",
         ),
         ("output", found.output, ""),
         (
             "disk",
-            f"needs {words.bytes_words(found.needed_bytes)}, {words.bytes_words(found.free_bytes)} free, "
-            f"{words.bytes_words(found.reserve_bytes)} reserved: {verdict}",
+            f"needs {bytes_words(found.needed_bytes)}, {bytes_words(found.free_bytes)} free, "
+            f"{bytes_words(found.reserve_bytes)} reserved: {verdict}",
             "good" if found.fits else "bad",
         ),
         ("NCCL", f"preset {found.nccl_preset}", ""),

@@ -9,6 +9,7 @@ from console.widgets.lines import Line, Role, Span, fitted, line
 from console.widgets.signs import bar
 from console.widgets.view import MISSED_INTERVALS, View, age_of, age_words, facts, title
 from extractor.protocol.api import Unavailable
+from extractor.quantities import bytes_words, duration_words
 
 if TYPE_CHECKING:
     from extractor.protocol.api import Disk, Gpu, Host, ReplicaInfo, Snapshot, Telemetry
@@ -121,7 +122,7 @@ def _gigabytes(value: float | Unavailable) -> str:
 def _host(view: View, host: Host | Unavailable) -> Line:
     if isinstance(host, Unavailable):
         return line((f" processors: {words.unavailable_words(host)}", "dim"))
-    memory = f"{words.bytes_words(host.memory_used_bytes)} of {words.bytes_words(host.memory_total_bytes)}"
+    memory = f"{bytes_words(host.memory_used_bytes)} of {bytes_words(host.memory_total_bytes)}"
     processors = f"CPU {host.cpu_percent:.0f} % of {host.num_cpus}"
     return (Span(" "), *facts(view, processors, f"load {host.load_1m:.1f}", f"memory {memory}"))
 
@@ -137,7 +138,7 @@ def _replicas(view: View, replicas: tuple[ReplicaInfo, ...]) -> list[Line]:
                 f"pid {replica.pid}" if replica.pid else "",
                 f"shard {replica.shard:,}" if replica.shard is not None else "",
                 (f"restarted {replica.restarts} times", "warn") if replica.restarts else "",
-                f"loaded in {words.duration_words(replica.load_s)}" if replica.load_s else "",
+                f"loaded in {duration_words(replica.load_s)}" if replica.load_s else "",
             ),
         )
         for replica in shown
@@ -184,22 +185,22 @@ def disk(view: View, width: int) -> list[Line]:
                 Span(" disk "),
                 *facts(
                     view,
-                    f"{words.bytes_words(found.free_bytes)} free",
-                    f"needs {words.bytes_words(found.needed_bytes)}",
+                    f"{bytes_words(found.free_bytes)} free",
+                    f"needs {bytes_words(found.needed_bytes)}",
                     (found.verdict, role),
                 ),
             )
         ]
-    used = f"used {words.bytes_words(found.used_bytes)} of {words.bytes_words(found.total_bytes)}"
+    used = f"used {bytes_words(found.used_bytes)} of {bytes_words(found.total_bytes)}"
     return [
         head,
-        (Span(" "), *facts(view, used, f"free {words.bytes_words(found.free_bytes)}")),
+        (Span(" "), *facts(view, used, f"free {bytes_words(found.free_bytes)}")),
         (
             Span(" "),
             *facts(
                 view,
-                f"this run {words.bytes_words(found.run_bytes)}",
-                f"needs {words.bytes_words(found.needed_bytes)} more",
+                f"this run {bytes_words(found.run_bytes)}",
+                f"needs {bytes_words(found.needed_bytes)} more",
             ),
         ),
         line(" ", (found.verdict, role)),
@@ -208,15 +209,15 @@ def disk(view: View, width: int) -> list[Line]:
 
 
 def _unprepared(view: View, head: Line, found: Disk) -> list[Line]:
-    free = f"{words.bytes_words(found.free_bytes)} free"
+    free = f"{bytes_words(found.free_bytes)} free"
     if not view.wide:
         return [(Span(" disk "), *facts(view, free, (found.verdict, "dim")))]
-    used = f"used {words.bytes_words(found.used_bytes)} of {words.bytes_words(found.total_bytes)}"
+    used = f"used {bytes_words(found.used_bytes)} of {bytes_words(found.total_bytes)}"
     return [head, (Span(" "), *facts(view, used, free)), line((f" {found.verdict}", "dim"))]
 
 
 def _full(found: Disk) -> str:
-    reserve = f"reserve {words.bytes_words(found.reserve_bytes)}: holds there"
+    reserve = f"reserve {bytes_words(found.reserve_bytes)}: holds there"
     if found.full_in_s is None:
         return reserve
-    return f"full in {words.duration_words(found.full_in_s)} at this rate; {reserve}"
+    return f"full in {duration_words(found.full_in_s)} at this rate; {reserve}"

@@ -9,6 +9,7 @@ from console.widgets.lines import Line, Role, Span, fitted, line, width_of, wrap
 from console.widgets.signs import bar, sparkline
 from console.widgets.view import Link, View, age_of, both_ends, facts, title, whole_duration
 from extractor.protocol.states import State
+from extractor.quantities import bytes_words, duration_words
 
 if TYPE_CHECKING:
     from extractor.protocol.api import Progress, Rates, Snapshot, StateInfo
@@ -147,7 +148,7 @@ def _pace(view: View, snapshot: Snapshot) -> Line:
         view,
         f"{words.rate_words(rates.tokens_per_s_now)} now",
         f"{words.rate_words(mean)} mean" if mean is not None else ("no mean yet", "dim"),
-        f"writes {words.bytes_words(writes)}/s" if writes else "",
+        f"writes {bytes_words(writes)}/s" if writes else "",
     )
 
 
@@ -179,7 +180,7 @@ def _whole_minutes(seconds: float) -> str:
     if seconds < 59.5:
         return whole_duration(seconds)
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else words.duration_words(minutes * 60)
+    return f"{minutes} min" if minutes < 100 else duration_words(minutes * 60)
 
 
 def taps(view: View, width: int) -> list[Line]:
@@ -199,7 +200,7 @@ def taps(view: View, width: int) -> list[Line]:
                 view,
                 " + ".join(part for part in (f"taps after {layers}" if layers else "taps", names) if part),
                 f"before-ids (vLLM) {before}",
-                f"{words.bytes_words(run.bytes_per_token)}/token",
+                f"{bytes_words(run.bytes_per_token)}/token",
                 (run.dtype, "dim") if view.wide else "",
             ),
         )

@@ -11,7 +11,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from console.widgets.lines import Line, Role, Span, apart, fitted, line, width_of
-from console.words import duration_words, when_words
+from console.words import when_words
+from extractor.quantities import duration_words
 
 if TYPE_CHECKING:
     import datetime

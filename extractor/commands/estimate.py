@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import humanize
 import msgspec
 
 from extractor import folders, preflight
 from extractor.commands import job as jobs
 from extractor.errors import DiskSpaceError
+from extractor.quantities import bytes_words
 from extractor.store import manifest, scan
 from extractor.supervisor.environment import worker_environment
 
@@ -43,12 +43,12 @@ def run(config: RunConfig, *, out: Output) -> int:
     )
     out.line(
         f"{job.size.bytes_per_token:,} bytes per token, largest sample "
-        f"{humanize.naturalsize(job.size.largest_sample_bytes)}, total {humanize.naturalsize(job.size.total_bytes)}"
+        f"{bytes_words(job.size.largest_sample_bytes)}, total {bytes_words(job.size.total_bytes)}"
     )
     out.line(
-        f"disk: needs {humanize.naturalsize(disk.needed_bytes)} more, {humanize.naturalsize(disk.free_bytes)} free, "
-        f"{humanize.naturalsize(disk.reserve_bytes)} reserved: "
-        + ("enough" if not disk.missing_bytes else f"{humanize.naturalsize(disk.missing_bytes)} too little")
+        f"disk: needs {bytes_words(disk.needed_bytes)} more, {bytes_words(disk.free_bytes)} free, "
+        f"{bytes_words(disk.reserve_bytes)} reserved: "
+        + ("enough" if not disk.missing_bytes else f"{bytes_words(disk.missing_bytes)} too little")
     )
     environment = environment_of(config, job.facts.device)
     for line in describe_environment(config, environment):

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import humanize
 import msgspec
 
 from extractor import folders
@@ -24,6 +23,7 @@ from extractor.commands.conclude import conclude
 from extractor.commands.progress import RunProgress
 from extractor.errors import BugError, EngineError, LeaseBusyError
 from extractor.protocol import Ready
+from extractor.quantities import bytes_words
 from extractor.store import lease, listing, manifest
 from extractor.supervisor.environment import worker_environment
 from extractor.supervisor.events import Event, EventLog
@@ -311,7 +311,7 @@ def _report(result: ExtractResult, job: Job, outcome: Outcome, out: Output) -> N
         out.line(f"FAILED shard {shard}: {error}")
     out.line(
         f"{result.output}: {result.shards} of {len(job.shards)} shards, {result.samples:,} samples, "
-        f"{result.tokens:,} tokens ({result.supervised_tokens:,} supervised), {humanize.naturalsize(result.bytes)}"
+        f"{result.tokens:,} tokens ({result.supervised_tokens:,} supervised), {bytes_words(result.bytes)}"
     )
     if result.rejected or result.quarantined:
         out.line(

@@ -6,13 +6,13 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import humanize
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from extractor import protocol
-from extractor.estimate import eta_s
+from extractor.estimate import eta
 from extractor.families import unverified_note
+from extractor.quantities import bytes_words, duration_words
 
 if TYPE_CHECKING:
     from extractor.commands.output import Output
@@ -79,7 +79,7 @@ class RunProgress:
                 self._say(
                     f"model ready after {report.load_s:.0f} s; start-up proof passed "
                     f"({len(report.proof)} checks, largest error {worst:.1e}); "
-                    f"host buffers {humanize.naturalsize(report.buffer_bytes)}"
+                    f"host buffers {bytes_words(report.buffer_bytes)}"
                 )
                 warning = unverified_note(report.versions.get("sglang", "unknown"), self._device)
                 if warning is not None:
@@ -120,8 +120,6 @@ class RunProgress:
         if now - self._line_at < LINE_EVERY_S and self._shards < self._total_shards:
             return
         self._line_at = now
-        left = eta_s(
-            tokens_left=self._total_tokens - self._tokens, tokens_done=self._tokens, elapsed_s=elapsed
-        )
-        eta = "" if left is None else f", {humanize.precisedelta(int(left))} left"
-        self._out.note(f"{done}, {self._tokens:,} of {self._total_tokens:,} tokens, {rate}{eta}")
+        left = eta(tokens_left=self._total_tokens - self._tokens, tokens_done=self._tokens, running_s=elapsed)
+        until = "" if left is None else f", {duration_words(left.mean_s)} left"
+        self._out.note(f"{done}, {self._tokens:,} of {self._total_tokens:,} tokens, {rate}{until}")

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import humanize
 import msgspec
 
 from extractor import checkpoint
 from extractor.errors import ConfigError, PreflightError, StoreError
+from extractor.quantities import bytes_words
 from extractor.store import manifest as manifests
 from extractor.store import names
 from extractor.store.listing import shard_indices
@@ -237,7 +237,7 @@ def _compute_dtype(manifest: Manifest) -> ComputeDtype:
 def _tell_store(output: Path, report: VerifyReport, out: Output) -> None:
     out.line(
         f"{output}: {report.shards:,} shards, {report.samples:,} samples, {report.tokens:,} tokens "
-        f"({report.supervised_tokens:,} supervised), {humanize.naturalsize(report.bytes)}"
+        f"({report.supervised_tokens:,} supervised), {bytes_words(report.bytes)}"
     )
     if report.quarantined or report.rejected:
         out.line(

@@ -9,9 +9,7 @@ from extractor.estimate import (
     DiskVerdict,
     Eta,
     disk_forecast,
-    duration_text,
     eta,
-    eta_s,
     size,
 )
 
@@ -37,9 +35,9 @@ def test_disk_verdict_counts_the_reserve():
     assert DiskVerdict(needed_bytes=91, free_bytes=100, reserve_bytes=10).missing_bytes == 1
 
 
-def test_eta_is_unknown_before_the_first_token():
-    assert eta_s(tokens_left=10, tokens_done=0, elapsed_s=3) is None
-    assert eta_s(tokens_left=10, tokens_done=5, elapsed_s=3) == 6
+def test_without_recent_rates_the_mean_so_far_gives_the_eta():
+    assert eta(tokens_left=10, tokens_done=0, running_s=3) is None
+    assert eta(tokens_left=10, tokens_done=5, running_s=3).mean_s == 6
 
 
 def steady(rate, num_intervals, **changes):
@@ -124,7 +122,7 @@ def test_a_run_that_fits_says_what_is_to_spare():
 
 def test_a_run_that_does_not_fit_says_when_it_holds():
     found = forecast(free_bytes=11_000_000_000, needed_bytes=22_300_000_000, write_bytes_per_s=1_243_000.0)
-    assert found.verdict == "12.3 GB too little: holds at the reserve of 1.0 GB in 2h14m"
+    assert found.verdict == "12.3 GB too little: holds at the reserve of 1.00 GB in 2h14m"
     assert found.full_in_s == pytest.approx(8045, abs=1)
     assert not found.is_enough
 
@@ -135,31 +133,15 @@ def test_without_a_write_rate_the_eta_says_when_and_without_both_nothing_does():
     unknown = forecast(**short, eta_s=None)
     assert (unknown.full_in_s, unknown.verdict) == (
         None,
-        "10.0 GB too little: holds at the reserve of 1.0 GB",
+        "10.0 GB too little: holds at the reserve of 1.00 GB",
     )
 
 
 def test_at_the_reserve_there_is_no_time_left():
     found = forecast(free_bytes=900_000_000, needed_bytes=5_000_000_000)
     assert (found.is_enough, found.full_in_s) == (False, 0.0)
-    assert found.verdict == "5.1 GB too little: no space above the reserve of 1.0 GB"
+    assert found.verdict == "5.10 GB too little: no space above the reserve of 1.00 GB"
 
 
 def test_a_finished_run_needs_no_space_however_full_the_disk_is():
     assert forecast(free_bytes=0, needed_bytes=0).is_enough
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0s"),
-        (59.9, "59s"),
-        (60, "1m"),
-        (8045, "2h14m"),
-        (86_399, "23h59m"),
-        (277_200, "3d05h"),
-        (-1, "0s"),
-    ],
-)
-def test_durations_are_short(seconds, text):
-    assert duration_text(seconds) == text
