@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 SAVE_EVERY_S = 15.0
+DESCRIPTORS = 65_536
 END_MARGIN_S = 5.0
 """Before the deadline, what does not end by itself is ended: there must be time to clean up."""
 WORKER_VARIABLE = "TAPDECK_WORKER_MODULE"
@@ -120,10 +121,13 @@ def supervise(
 
 
 def _raise_descriptor_limit() -> None:
-    """As many open files as this user may have: connections must not take those that the run needs."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """`DESCRIPTORS` open files, or as many as this user may have: connections must not take those that the run needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536) if hard > 0 else 65536, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Run:
