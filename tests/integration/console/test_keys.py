@@ -177,6 +177,26 @@ async def test_nothing_is_shown_as_done_before_the_supervisor_says_so():
         assert "HELD" not in screen_text(app)
 
 
+async def test_an_answer_vanishes_after_a_while_and_a_later_one_stays(monkeypatch):
+    app = make_app(hearing(snapshots.running()))
+    due = []
+    async with running_app(app) as pilot:
+        monkeypatch.setattr(app, "set_timer", lambda delay_s, forget: due.append((delay_s, forget)))
+        await pilot.press("R")
+        await until(pilot, lambda: "cannot resume now" in screen_text(app))
+        await pilot.press("P")
+        await pilot.press("h")
+        await until(pilot, lambda: "pause accepted" in screen_text(app))
+        *earlier, (last_delay_s, forget_last) = due
+        assert last_delay_s == 20.0
+        for _, forget in earlier:
+            forget()
+        await pilot.pause()
+        assert "pause accepted" in screen_text(app)
+        forget_last()
+        await until(pilot, lambda: "pause accepted" not in screen_text(app))
+
+
 @pytest.mark.parametrize(
     ("key", "feed", "why"),
     [

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from extractor import protocol
-from extractor.errors import TapdeckError
+from extractor.errors import EngineError, TapdeckError
 from extractor.folders import RunFolder
 from extractor.plan import Geometry
 from extractor.protocol import EngineSpec
@@ -117,6 +117,7 @@ class PlayedTasks:
     Attributes:
         may_prepare, may_conclude: set as long as the test does not clear them.
         prepare_error, conclude_error: raised instead.
+        conclude_deaths: so many times the process of a conclusion is killed before one lives.
         lost: samples that turn out to be missing in the end.
     """
 
@@ -128,6 +129,7 @@ class PlayedTasks:
         self.may_conclude.set()
         self.prepare_error: Exception | None = None
         self.conclude_error: Exception | None = None
+        self.conclude_deaths = 0
         self.lost = 0
         self.now: list[str] = []
         self.conclusions = 0
@@ -142,6 +144,9 @@ class PlayedTasks:
     async def conclude(self, on_note: Callable[[str], None]) -> Conclusion:
         on_note("listing")
         await self._do("conclude", self.may_conclude)
+        if self.conclude_deaths:
+            self.conclude_deaths -= 1
+            raise EngineError("conclude was ended by SIGKILL")
         if self.conclude_error is not None:
             raise self.conclude_error
         self.conclusions += 1

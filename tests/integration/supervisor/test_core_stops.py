@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import threading
 
 import pytest
@@ -12,7 +13,7 @@ from extractor.errors import DatasetError, EngineError, LeaseError
 from extractor.processes import ProcessIdentity, RealMachine
 from extractor.protocol.states import Depth, Reason, State
 from extractor.store import lease
-from extractor.supervisor import core, lease_keeper
+from extractor.supervisor import core, daemon, lease_keeper
 from extractor.supervisor.core import Stop
 
 pytestmark = pytest.mark.asyncio
@@ -160,6 +161,21 @@ async def test_a_stop_becomes_more_urgent_and_never_less(short_path):
     assert run.supervisor.stopped_by == "ops1"
 
 
+async def test_a_signal_to_the_daemon_is_written_down_by_name_and_a_second_one_does_not_wait(short_path):
+    async with PlayedRun(short_path) as run:
+        await running(run)
+        with daemon._Signals(run.supervisor, None, is_foreground=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await run.until(lambda: run.supervisor.stop == Stop.NOW, "stop")
+            assert [event["text"] for event in run.events("stopping")] == ["SIGTERM received"]
+            os.kill(os.getpid(), signal.SIGTERM)
+            await run.until(lambda: run.supervisor.stop == Stop.KILL, "kill")
+            await run.end()
+
+    assert [event["text"] for event in run.events("stopping")][1:] == ["SIGTERM received again"]
+    assert run.supervisor.stopped_by == "SIGTERM"
+
+
 async def test_a_stop_leaves_the_pauses_in_force(short_path):
     async with PlayedRun(short_path) as run:
         await held(run)
@@ -279,6 +295,21 @@ async def test_lists_that_cannot_be_written_end_a_finished_run_as_failed(short_p
 
     assert run.state == State.FAILED
     assert run.supervisor.failure.message == "no room for the lists"
+
+
+@pytest.mark.parametrize(("deaths", "state"), [(1, State.FINISHED), (2, State.FAILED)])
+async def test_lists_whose_process_was_killed_are_written_in_a_second_one_and_in_no_third(
+    short_path, deaths, state
+):
+    async with PlayedRun(short_path) as run:
+        run.tasks.conclude_deaths = deaths
+        run.start()
+        await run.finish()
+
+    assert run.state == state
+    assert run.tasks.conclude_deaths == 0
+    assert run.tasks.conclusions == (1 if state == State.FINISHED else 0)
+    assert "conclude was ended by SIGKILL" in [event["text"] for event in run.events("note")]
 
 
 async def test_a_run_that_lost_samples_has_not_finished(short_path):

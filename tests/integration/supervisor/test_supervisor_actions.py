@@ -47,6 +47,19 @@ async def test_every_action_is_covered_here():
     assert set(EFFECTS) == set(Action)
 
 
+async def test_a_run_without_a_batch_for_a_minute_says_so_and_what_can_be_done(short_path):
+    async with ServedRun(short_path) as run:
+        await running(run)
+        run.skip(59)
+        assert "no batch" not in run.server.snapshots.make().state.why
+        run.skip(2)
+        why = run.server.snapshots.make().state.why
+        assert why.startswith("no batch for 61 s; ")
+        assert "`tapdeck kill`" in why
+        run.pause(Depth.HOLD)
+        assert "no batch" not in run.server.snapshots.make().state.why
+
+
 @pytest.mark.parametrize("action", Action)
 async def test_an_action_is_done_answered_and_written_down(short_path, action):
     async with ServedRun(short_path) as run:

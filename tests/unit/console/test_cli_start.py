@@ -7,7 +7,7 @@ import pytest
 from console import app as console_app
 from console import cli, run_verbs
 from extractor import config as configs
-from extractor.commands import start
+from extractor.commands import demo, start
 from extractor.folders import RunFolder, run_folder_of, runs_folder
 
 
@@ -133,3 +133,37 @@ def test_attach_passes_its_flags_to_the_console(tapdeck, calls, terminal):
     folder.mkdir(parents=True)
     assert tapdeck("attach", "small", "--read-only", "--low-bandwidth")[0] == 0
     assert calls.made == [("console", RunFolder(folder), {"read_only": True, "low_bandwidth": True})]
+
+
+@pytest.fixture
+def demo_run(monkeypatch, calls, tapdeck):
+    """The folder of the demo's run; its steps are written down in `calls`."""
+    folder = runs_folder() / "demo-1a2b"
+    folder.mkdir(parents=True)
+    ends = {"run": 0, "set_up": "the demo", "start": folder.name, "check": 3}
+    for name, end in ends.items():
+
+        def step(*_, name=name, end=end, **__):
+            calls.made.append((name,))
+            return end
+
+        monkeypatch.setattr(demo, name, step)
+    return RunFolder(folder)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_demo_in_a_terminal_opens_the_console_on_its_run_and_checks_the_data_afterwards(
+    tapdeck, calls, demo_run
+):
+    assert tapdeck("demo")[0] == 3
+    assert calls.made == [("set_up",), ("start",), ("console", demo_run, {}), ("check",)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"), [(["--headless"], None), (["--json"], None), ([], "no terminal here")]
+)
+@pytest.mark.usefixtures("demo_run")
+def test_demo_that_is_headless_or_has_no_terminal_opens_no_console(tapdeck, calls, terminal, flags, refusal):
+    terminal(refusal)
+    assert tapdeck("demo", *flags)[0] == 0
+    assert calls.made == [("run",)]
