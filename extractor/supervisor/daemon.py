@@ -121,7 +121,7 @@ def supervise(
 
 
 def _raise_descriptor_limit() -> None:
-    """`DESCRIPTORS` open files, or as many as this user may have: connections must not take those that the run needs."""
+    """`DESCRIPTORS` open files, or as many as may be had: connections must not take those that the run needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
