@@ -35,6 +35,27 @@ BLOCK_BYTES = 64 << 10
 NUM_BLOCKS = 64
 """Blocks of a larger weight file that are hashed."""
 
+NOT_PLAIN_KEYS = (
+    "attention_chunk_size",
+    "attn_layer_",
+    "attn_type_list",
+    "block_types",
+    "conv_L_cache",
+    "dual_chunk_attention",
+    "full_attention_interval",
+    "hybrid_",
+    "index_topk",
+    "interleaved_sliding_window",
+    "layers_block_type",
+    "linear_",
+    "mamba_",
+    "sparse_attention",
+    "ssm_",
+)
+"""Beginnings of the keys of models with recurrent, linear, sparse or local attention."""
+LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope", "su"}
+"""Rotary embeddings whose angles depend on how long the sequence is."""
+
 TEXT_CONFIGS = ("text_config", "language_config", "llm_config")
 """Where multimodal models keep the configuration of their language model."""
 
@@ -59,6 +80,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
         num_attention_heads: query heads, when stated.
         num_key_value_heads: heads of the KV cache, when stated or implied by `num_attention_heads`.
         head_dim: size of a head, when stated or implied.
+        not_plain: what keeps its layers from being full attention over all earlier tokens, at positions that do
+            not depend on the length of the sequence, as the key says it; None when nothing does.
     """
 
     folder: Path
@@ -77,6 +100,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    not_plain: str | None = None
 
 
 def resolve(path: str, revision: str | None = None) -> Path:
@@ -141,6 +165,7 @@ def read(folder: Path) -> Checkpoint:
         num_attention_heads=heads,
         num_key_value_heads=_optional_int(text, "num_key_value_heads") or heads,
         head_dim=head_dim,
+        not_plain=_not_plain(text),
     )
 
 
@@ -270,6 +295,25 @@ def _optional_int(text: Mapping[str, Any], *keys: str) -> int | None:
         value = text.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
+    return None
+
+
+def _not_plain(text: Mapping[str, Any]) -> str | None:
+    """The first key by which a layer sees, or keeps, something else than all earlier tokens."""
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and (others := sorted({str(kind) for kind in kinds} - {"full_attention"})):
+        return f"layer_types has {', '.join(others)}"
+    # Qwen's configurations state a window and, beside it, that it is not used.
+    if text.get("sliding_window") and text.get("use_sliding_window", True):
+        return f"sliding_window = {text['sliding_window']}"
+    for key in sorted(text):
+        if text[key] not in (None, False, 0, [], {}) and key.startswith(NOT_PLAIN_KEYS):
+            return f"{key} is set"
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = text.get(key)
+        kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
+        if kind in LENGTH_DEPENDENT_ROPES:
+            return f"{key} is {kind}"
     return None
 
 

@@ -128,7 +128,9 @@ class BatchSection(Section):
     """`[batch]`: what one forward pass holds."""
 
     max_tokens: Annotated[int, Field(ge=16)] | None = None
-    """Token budget; None takes 8192, or `data.max_len` where that is more."""
+    """Token budget; None takes 8192, or `data.max_len` where that is more. A longer sample is computed in chunks."""
+    chunk_tokens: Annotated[int, Field(ge=16)] | None = None
+    """Tokens of a chunk of a sample longer than `max_tokens`, at most that; None takes `max_tokens`."""
 
 
 class WriterSection(Section):
@@ -137,7 +139,7 @@ class WriterSection(Section):
     threads: PositiveInt = 8
     """Twice the taps of a usual run: while the files of one shard are synced, those of the next are written."""
     buffers: Annotated[int, Field(ge=2)] = 4
-    """Host buffers, each as large as one batch of states; together they bound the memory."""
+    """Host memory, in batches of states; or the longest sample and one batch, where that is more."""
 
 
 class NcclSection(Section):
@@ -170,12 +172,17 @@ class RunConfig(Section):
         """Token budget of a batch."""
         return self.batch.max_tokens or max(DEFAULT_MAX_TOKENS, self.data.max_len)
 
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens of a chunk; None when no sample may be longer than a batch."""
+        return None if self.data.max_len <= self.max_tokens else self.batch.chunk_tokens or self.max_tokens
+
     @model_validator(mode="after")
-    def _sample_fits_batch(self) -> Self:
-        if self.data.max_len > self.max_tokens:
+    def _chunk_fits_batch(self) -> Self:
+        if self.batch.chunk_tokens is not None and self.batch.chunk_tokens > self.max_tokens:
             raise ValueError(
-                f"data.max_len = {self.data.max_len} is larger than batch.max_tokens = "
-                f"{self.batch.max_tokens}; a sample must fit one batch. Raise batch.max_tokens or lower data.max_len"
+                f"batch.chunk_tokens = {self.batch.chunk_tokens} is larger than batch.max_tokens = "
+                f"{self.max_tokens}; lower batch.chunk_tokens or raise batch.max_tokens"
             )
         return self
 

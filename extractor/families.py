@@ -29,6 +29,17 @@ MECHANISMS: dict[str, Mechanism] = {
 }
 
 
+CHUNKS_VERIFIED = frozenset(
+    {
+        "LlamaForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+"""Classes of which tests have shown that a sample computed in chunks has the states that it has as a whole."""
+
+
 def unverified_note(release: str, device: str) -> str | None:
     """What to tell a person whose release was verified on the other device only, or never."""
     verified = VERIFIED_RELEASES.get(release)

@@ -1,4 +1,4 @@
-"""Samples to shards to batches: pure functions of the token counts and the geometry.
+"""Samples to shards to batches to chunks: pure functions of the token counts and the geometry.
 
 Nothing here looks at a clock, a disk, a GPU count or at what is already done. That is what makes a run
 that was killed byte-identical to one that was not: a shard always holds the same samples, in the same
@@ -6,6 +6,9 @@ row order, computed in the same batches.
 
 A shard's membership depends on `shard_tokens` and `seed` alone; its batches also on `max_tokens`. Rows
 of a shard stand in batch order, so a batch is one contiguous range of rows of every tap file.
+
+A sample longer than `max_tokens` is a batch of its own. It is computed in chunks of `chunk_tokens`, each over
+the keys and values of those before it, and its rows stand in the order of its tokens like any other's.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from extractor.errors import ConfigError
+from extractor.errors import BugError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,11 +31,21 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_tokens: token budget of one batch.
         shard_tokens: a shard is closed before it would hold more tokens than this.
         seed: None keeps the order of the input; a number shuffles the samples first.
+        chunk_tokens: samples longer than `max_tokens` are computed in chunks of so many tokens. Left out
+            (and not written) where none may be longer: such a plan is that of a release without chunks.
     """
 
     max_tokens: int
     shard_tokens: int
     seed: int | None = None
+    chunk_tokens: int | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        """Refuses chunks that are no batches."""
+        if self.chunk_tokens is not msgspec.UNSET and not 1 <= self.chunk_tokens <= self.max_tokens:
+            raise ValueError(
+                f"chunk_tokens = {self.chunk_tokens}: expected 1 to max_tokens = {self.max_tokens}"
+            )
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -58,17 +71,18 @@ def plan_shards(lengths: Sequence[int], geometry: Geometry) -> list[Shard]:
     """Cuts the samples into shards and each shard into batches.
 
     Args:
-        lengths: tokens of sample i, all in 1..geometry.max_tokens.
+        lengths: tokens of sample i, at least 1; more than `geometry.max_tokens` only with `chunk_tokens`.
         geometry: budgets, in tokens.
 
     Returns:
         Shards that together hold each sample index exactly once.
 
     Raises:
-        ConfigError: a sample is empty or longer than a batch may be.
+        ConfigError: a sample is empty, or longer than a batch may be and there are no chunks.
     """
+    has_chunks = geometry.chunk_tokens is not msgspec.UNSET
     for index, length in enumerate(lengths):
-        if not 1 <= length <= geometry.max_tokens:
+        if length < 1 or (length > geometry.max_tokens and not has_chunks):
             raise ConfigError(
                 f"sample {index} has {length} tokens; a batch holds 1 to {geometry.max_tokens}",
                 remedy="raise batch.max_tokens, or lower data.max_len",
@@ -94,6 +108,8 @@ def plan_shards(lengths: Sequence[int], geometry: Geometry) -> list[Shard]:
 def plan_batches(samples: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
     """Packs samples into batches of at most `max_tokens` tokens, first fit by decreasing length.
 
+    A longer sample is a batch of its own.
+
     Long samples first: a batch that is too big for the machine then fails at once, not after hours.
     Ties are broken by sample index, so the result is a function of its arguments alone.
     """
@@ -109,6 +125,27 @@ def plan_batches(samples: Sequence[int], lengths: Sequence[int], max_tokens: int
             batches.append([sample])
             room.append(max_tokens - lengths[sample])
     return [tuple(batch) for batch in batches]
+
+
+def chunk_edges(length: int, geometry: Geometry) -> tuple[tuple[int, int], ...]:
+    """Where a sample is cut for computing: (first token, end) of each chunk, in order.
+
+    A sample that fits a batch is one chunk. A longer one is cut every `chunk_tokens`; its last chunk is what
+    is left, and may be a single token.
+
+    Args:
+        length: tokens of the sample, accepted by `plan_shards` with this geometry.
+        geometry: budgets, in tokens.
+
+    Raises:
+        BugError: the sample is longer than a batch, and the geometry has no chunks.
+    """
+    if length <= geometry.max_tokens:
+        return ((0, length),)
+    step = geometry.chunk_tokens
+    if step is msgspec.UNSET:
+        raise BugError(f"a sample of {length} tokens, a budget of {geometry.max_tokens}, and no chunks")
+    return tuple((begin, min(begin + step, length)) for begin in range(0, length, step))
 
 
 def shard_tokens_for(shard_bytes: int, bytes_per_token: int) -> int:

@@ -135,6 +135,30 @@ def _check_lengths(config: RunConfig, model: Checkpoint) -> None:
             f"data.max_len = {config.data.max_len}: the model has positions for {longest} tokens",
             remedy=f"set data.max_len to at most {longest}",
         )
+    if config.chunk_tokens is not None:
+        _check_chunks(config, model)
+
+
+def _check_chunks(config: RunConfig, model: Checkpoint) -> None:
+    """Refuses samples longer than a batch where nobody has shown that chunks give the states of the whole."""
+    cache_dtype = config.model.sglang.get("kv_cache_dtype", "auto")
+    if model.not_plain is not None:
+        why = (
+            f"{model.folder / 'config.json'}: {model.not_plain}; chunks were tested with full attention only"
+        )
+    elif model.architecture not in families.CHUNKS_VERIFIED:
+        tested = ", ".join(sorted(families.CHUNKS_VERIFIED))
+        why = f"chunks were not tested with the model class {model.architecture} (but with {tested})"
+    elif cache_dtype != "auto":
+        why = f"model.sglang.kv_cache_dtype = {cache_dtype!r}: a chunk would read what came before it rounded"
+    else:
+        return
+    raise PreflightError(
+        f"data.max_len = {config.data.max_len}: samples longer than batch.max_tokens = {config.max_tokens} would be "
+        f"computed in chunks, which is refused for this model: {why}",
+        remedy=f"raise batch.max_tokens to {config.data.max_len}, or lower data.max_len to {config.max_tokens}",
+        code="chunks_untested",
+    )
 
 
 def _check_inputs(config: RunConfig) -> None:

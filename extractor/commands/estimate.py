@@ -34,16 +34,22 @@ def run(config: RunConfig, *, out: Output) -> int:
     disk = preflight.disk_verdict(job.output, left * job.size.bytes_per_token, config.output.reserve_bytes)
     totals = job.manifest.totals
     batches = [batch for shard in job.shards for batch in shard.batches]
-    fill = totals.tokens / (len(batches) * config.max_tokens)
+    fill = _fill(job)
     out.line(
         f"samples {totals.samples:,}, tokens {totals.tokens:,} ({totals.supervised_tokens:,} supervised)"
     )
     out.line(
         f"shards {len(job.shards):,} ({len(found.done):,} done), batches {len(batches):,}, {fill:.1%} full"
     )
+    if job.num_chunked:
+        out.line(
+            f"samples longer than a batch of {job.geometry.max_tokens:,} tokens: {job.num_chunked:,}, "
+            f"computed in chunks of {config.chunk_tokens:,}"
+        )
     out.line(
-        f"{job.size.bytes_per_token:,} bytes per token, largest sample "
-        f"{bytes_words(job.size.largest_sample_bytes)}, total {bytes_words(job.size.total_bytes)}"
+        f"{job.size.bytes_per_token:,} bytes per token, total {bytes_words(job.size.total_bytes)}; largest sample: "
+        f"{job.size.largest_sample_tokens:,} tokens, {bytes_words(job.size.largest_sample_bytes)}; "
+        f"host buffers: {bytes_words(job.host_buffer_bytes)}"
     )
     out.line(
         f"disk: needs {bytes_words(disk.needed_bytes)} more, {bytes_words(disk.free_bytes)} free, "
@@ -67,6 +73,8 @@ def run(config: RunConfig, *, out: Output) -> int:
             "shards_done": len(found.done),
             "batches": len(batches),
             "batch_fill": round(fill, 4),
+            "chunked_samples": job.num_chunked,
+            "host_buffer_bytes": job.host_buffer_bytes,
             "taps": list(job.facts.taps.names),
             "ids_after": list(job.facts.taps.ids("after")),
             "ids_before": list(job.facts.taps.ids("before")),
@@ -78,6 +86,14 @@ def run(config: RunConfig, *, out: Output) -> int:
         }
     )
     return DiskSpaceError.exit_code if disk.missing_bytes else 0
+
+
+def _fill(job: jobs.Job) -> float:
+    """How full the batches are, 0 to 1; a sample that is computed in chunks counts for none."""
+    budget, lengths = job.geometry.max_tokens, job.prepared.lengths
+    tokens = [sum(int(lengths[i]) for i in batch) for shard in job.shards for batch in shard.batches]
+    whole = [number for number in tokens if number <= budget]
+    return sum(whole) / (len(whole) * budget) if whole else 1.0
 
 
 def environment_of(config: RunConfig, device: str) -> list[Variable]:

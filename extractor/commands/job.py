@@ -16,7 +16,7 @@ from extractor.config import RunConfig
 from extractor.dataset.prepare import prepare
 from extractor.dataset.prepared import PreparedDataset
 from extractor.errors import LeaseError
-from extractor.estimate import SizeEstimate, size, states_bytes_per_token
+from extractor.estimate import SizeEstimate, host_buffer_bytes, size, states_bytes_per_token
 from extractor.plan import Geometry, Shard
 from extractor.preflight import Facts
 from extractor.protocol import EngineSpec
@@ -56,6 +56,23 @@ class Job(msgspec.Struct, frozen=True):
     def output(self) -> Path:
         """The output folder."""
         return Path(self.config.output.dir)
+
+    @property
+    def host_buffer_bytes(self) -> int:
+        """Host memory for states between the engine and the writers."""
+        return host_buffer_bytes(
+            buffers=self.config.writer.buffers,
+            max_tokens=self.geometry.max_tokens,
+            longest=self.size.largest_sample_tokens,
+            hidden_size=self.facts.model.hidden_size,
+            num_taps=len(self.facts.taps.taps),
+            dtype=self.facts.store_dtype,
+        )
+
+    @property
+    def num_chunked(self) -> int:
+        """Samples that are longer than a batch."""
+        return int((self.prepared.lengths > self.geometry.max_tokens).sum())
 
 
 def make(config: RunConfig, *, out: Output, show_taps: bool = True) -> Job:
@@ -139,6 +156,7 @@ def engine_spec(job: Job, endpoint: str, *, start: str = "") -> EngineSpec:
         store_dtype=facts.store_dtype,
         geometry=job.geometry,
         max_batch_samples=max(len(batch) for shard in job.shards for batch in shard.batches),
+        longest_sample=job.size.largest_sample_tokens,
         prepared=str(job.prepared.path),
         num_samples=len(job.prepared),
         output=str(job.output.resolve()),
@@ -257,6 +275,7 @@ def _geometry(config: RunConfig, facts: Facts) -> Geometry:
         max_tokens=config.max_tokens,
         shard_tokens=plan.shard_tokens_for(config.output.shard_bytes, states),
         seed=config.data.seed,
+        chunk_tokens=msgspec.UNSET if config.chunk_tokens is None else config.chunk_tokens,
     )
 
 

@@ -1,20 +1,25 @@
-"""From the device to host buffers: a pool allocated once, copies on a side stream, verdicts on values.
+"""From the device to host memory: one arena allocated once, copies on a side stream, verdicts on values.
 
-Shapes: K taps, T tokens of a batch, H hidden size. A buffer holds the states of one batch as [K, T, H] in
-the dtype of the disk, each tap contiguous, so that writer threads write straight from it.
+Shapes: K taps, T tokens of a batch, H hidden size. A block holds the states of one batch as [K, T, H] in
+the dtype of the disk, each tap contiguous, so that writer threads write straight from it. It is filled at once,
+or chunk by chunk in the order of the rows.
 
-Invariants: memory is bounded by the pool, whatever the disk does; a buffer is refilled only after every
-tap in it was released; a block's rows are read only after `wait`.
+Invariants: host memory is bounded by the arena, whatever the disk does; a range of it is filled again only after
+its block was released; a block's rows are read only after `wait`; of what was computed on the device, the pool
+keeps the states of the last fill alone, so the device never holds more than those and the next ones.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from extractor.engine.arena import Arena
+from extractor.errors import BugError, EngineError
+from extractor.estimate import MAGNITUDE_BYTES, aligned, block_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,43 +28,38 @@ NON_FINITE = "non_finite"
 ALL_ZERO = "all_zero"
 
 
-class _Buffer:
-    """Host memory for one batch; pinned when the states come from CUDA."""
-
-    def __init__(
-        self, num_taps: int, max_tokens: int, hidden_size: int, dtype: torch.dtype, *, pinned: bool
-    ) -> None:
-        self.states = torch.empty(num_taps * max_tokens * hidden_size, dtype=dtype, pin_memory=pinned)
-        self.absmax = torch.empty(num_taps * max_tokens, dtype=torch.float32, pin_memory=pinned)
-
-
 class HostPool:
-    """A fixed number of host buffers, and the copies into them."""
+    """A fixed amount of host memory, and the copies into it.
 
-    def __init__(
-        self,
-        *,
-        num_buffers: int,
-        num_taps: int,
-        max_tokens: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: str,
-    ) -> None:
+    Attributes:
+        num_bytes: how much.
+        arena: who has which part of it.
+    """
+
+    def __init__(self, *, num_bytes: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
+        """Allocates the memory; pins it when the states come from CUDA (at about 1.4 GB/s).
+
+        Args:
+            num_bytes: see `extractor.estimate.host_buffer_bytes`.
+            hidden_size: H.
+            dtype: on disk.
+            device: "cuda" or "cpu".
+
+        Raises:
+            EngineError: so much memory cannot be pinned.
+        """
+        self.num_bytes = num_bytes
+        self.arena = Arena(num_bytes)
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]  # torch ships none
-        buffers = [
-            _Buffer(num_taps, max_tokens, hidden_size, dtype, pinned=device == "cuda")
-            for _ in range(num_buffers)
-        ]
-        self.num_bytes = sum(buffer.states.nbytes + buffer.absmax.nbytes for buffer in buffers)
-        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
-        for buffer in buffers:
-            self._free.put(buffer)
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        if device == "cuda":
+            _pin(self._memory)
+        self._last_copy: _Copy | None = None
 
     def copy(self, states: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> CopiedBatch:
-        """Starts the copy of one batch into a free buffer; blocks until one is free.
+        """Starts the copy of one batch; blocks until there is room.
 
         Args:
             states: tap name to [T, H] on the device, produced on the current stream.
@@ -68,25 +68,54 @@ class HostPool:
         Returns:
             The block, whose rows are valid after `wait`.
         """
-        buffer = self._free.get()
+        block = self.take(list(states), lengths)
+        block.fill(states)
+        return block
+
+    def take(self, taps: Sequence[str], lengths: Sequence[int]) -> CopiedBatch:
+        """An empty block for one batch; blocks until there is room.
+
+        Args:
+            taps: K names, in stored order.
+            lengths: tokens of each sample, in row order; they add up to T.
+
+        Raises:
+            BugError: the pool was made for smaller batches.
+        """
         num_tokens = sum(lengths)
-        taps = list(states)
-        host_KTH = buffer.states[: len(taps) * num_tokens * self._hidden_size].view(len(taps), num_tokens, -1)
-        absmax_KT = buffer.absmax[: len(taps) * num_tokens].view(len(taps), num_tokens)
-        event = self._start(states, host_KTH, absmax_KT)
+        size = block_bytes(
+            num_tokens,
+            hidden_size=self._hidden_size,
+            num_taps=len(taps),
+            dtype=str(self._dtype).removeprefix("torch."),
+        )
+        begin = self.arena.take(size)
+        memory = self._memory[begin : begin + size]
+        states_bytes = len(taps) * num_tokens * self._hidden_size * self._dtype.itemsize
+        magnitude_bytes = len(taps) * num_tokens * MAGNITUDE_BYTES
         return CopiedBatch(
             self,
-            buffer,
+            begin,
             taps=taps,
-            host_KTH=host_KTH,
-            absmax_KT=absmax_KT,
+            host_KTH=memory[:states_bytes].view(self._dtype).view(len(taps), num_tokens, -1),
+            absmax_KT=memory[aligned(states_bytes) :][:magnitude_bytes]
+            .view(torch.float32)
+            .view(len(taps), num_tokens),
             lengths=lengths,
-            event=event,
-            sources=list(states.values()),
         )
 
-    def _start(
-        self, states: Mapping[str, torch.Tensor], host_KTH: torch.Tensor, absmax_KT: torch.Tensor
+    def start(self, states: Sequence[torch.Tensor], host_KTH: torch.Tensor, absmax_KT: torch.Tensor) -> _Copy:
+        """Starts the copy of rows, then waits for the one before: its states may leave the device."""
+        copy = _Copy(self._enqueue(states, host_KTH, absmax_KT), states)
+        if self._stream is None:
+            copy.finish()
+        if self._last_copy is not None:
+            self._last_copy.finish()
+        self._last_copy = copy
+        return copy
+
+    def _enqueue(
+        self, states: Sequence[torch.Tensor], host_KTH: torch.Tensor, absmax_KT: torch.Tensor
     ) -> torch.cuda.Event | None:
         if self._stream is None:
             self._copy_all(states, host_KTH, absmax_KT)
@@ -94,22 +123,35 @@ class HostPool:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copy_all(states, host_KTH, absmax_KT)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch ships none
+            # Blocking: whoever waits sleeps, and does not spin on a core that a writer could use.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch ships none
             event.record(self._stream)
         return event
 
     def _copy_all(
-        self, states: Mapping[str, torch.Tensor], host_KTH: torch.Tensor, absmax_KT: torch.Tensor
+        self, states: Sequence[torch.Tensor], host_KTH: torch.Tensor, absmax_KT: torch.Tensor
     ) -> None:
-        for row, state_TH in enumerate(states.values()):
+        for row, state_TH in enumerate(states):
             # Verdicts are about what is stored, so the cast comes first: it can overflow.
             stored_TH = state_TH.to(self._dtype).contiguous()
             host_KTH[row].copy_(stored_TH, non_blocking=True)
             absmax_KT[row].copy_(stored_TH.abs().amax(dim=-1), non_blocking=True)
 
-    def give_back(self, buffer: _Buffer) -> None:
-        """Makes a buffer free again. Any thread."""
-        self._free.put(buffer)
+
+class _Copy:
+    """One copy in flight, and the device tensors that must outlive it."""
+
+    def __init__(self, event: torch.cuda.Event | None, sources: Sequence[torch.Tensor]) -> None:
+        self._event = event
+        self._sources = list(sources)
+        self._lock = threading.Lock()
+
+    def finish(self) -> None:
+        """Blocks until the copy is complete, and drops the tensors. Any thread, any number of times."""
+        if self._event is not None:
+            self._event.synchronize()
+        with self._lock:
+            self._sources.clear()
 
 
 class CopiedBatch:
@@ -118,23 +160,22 @@ class CopiedBatch:
     def __init__(
         self,
         pool: HostPool,
-        buffer: _Buffer,
+        begin: int,
         *,
         taps: Sequence[str],
         host_KTH: torch.Tensor,
         absmax_KT: torch.Tensor,
         lengths: Sequence[int],
-        event: torch.cuda.Event | None,
-        sources: list[torch.Tensor],
     ) -> None:
         self._pool = pool
-        self._buffer = buffer
+        self._begin = begin
+        self._taps = list(taps)
         self._rows = {tap: host_KTH[row] for row, tap in enumerate(taps)}
+        self._host_KTH = host_KTH
         self._absmax_KT = absmax_KT
         self._lengths = list(lengths)
-        self._event = event
-        # The device tensors must outlive the copy; they are dropped as soon as it is complete.
-        self._sources = sources
+        self._num_filled = 0
+        self._copies: list[_Copy] = []
         self._lock = threading.Lock()
         self._verdicts: list[str | None] | None = None
 
@@ -143,12 +184,40 @@ class CopiedBatch:
         """T, the rows of each tap."""
         return sum(self._lengths)
 
+    def fill(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Starts the copy of the next rows, and waits for the copy before it. One thread.
+
+        Args:
+            states: tap name to [t, H] on the device, produced on the current stream; with what is there
+                already at most T rows.
+
+        Raises:
+            BugError: other taps, or more rows than the block has left.
+        """
+        num_rows = next(iter(states.values())).shape[0]
+        begin, end = self._num_filled, self._num_filled + num_rows
+        if list(states) != self._taps or end > self.num_tokens:
+            raise BugError(
+                f"rows {begin} to {end} of the taps {', '.join(states)}, for a block of {self.num_tokens} rows of "
+                f"{', '.join(self._taps)}"
+            )
+        self._copies.append(
+            self._pool.start(
+                list(states.values()), self._host_KTH[:, begin:end], self._absmax_KT[:, begin:end]
+            )
+        )
+        self._num_filled = end
+
     def wait(self) -> None:
-        """Blocks until the copy is complete. Any thread, any number of times."""
-        if self._event is not None:
-            self._event.synchronize()
-        with self._lock:
-            self._sources.clear()
+        """Blocks until the copy is complete. Any thread, any number of times.
+
+        Raises:
+            BugError: not all rows were given.
+        """
+        if self._num_filled != self.num_tokens:
+            raise BugError(f"a block of {self.num_tokens} rows was given {self._num_filled}")
+        for copy in self._copies:
+            copy.finish()
 
     def verdicts(self) -> Sequence[str | None]:
         """Per sample: None, or why its values may not be stored. Call after `wait`."""
@@ -162,13 +231,27 @@ class CopiedBatch:
         return self._rows[tap].reshape(-1).view(torch.uint8).numpy().data
 
     def tensor(self, tap: str) -> torch.Tensor:
-        """One tap as [T, H] in the dtype of the disk; a view of the buffer. Call after `wait`."""
+        """One tap as [T, H] in the dtype of the disk; a view of the arena. Call after `wait`."""
         return self._rows[tap]
 
     def release(self) -> None:
-        """Gives the buffer back; nothing of the block may be used afterwards."""
+        """Gives the memory back, once nothing is copied into it; nothing of the block may be used afterwards."""
+        for copy in self._copies:
+            copy.finish()
         self._rows.clear()
-        self._pool.give_back(self._buffer)
+        self._pool.arena.give_back(self._begin)
+
+
+def _pin(memory: torch.Tensor) -> None:
+    # Not by torch's own allocator of pinned memory, which rounds up to a power of two.
+    code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]  # torch ships none
+    if int(code) != 0:
+        raise EngineError(
+            f"{memory.nbytes:,} bytes of host memory cannot be pinned: {code}",
+            remedy="lower writer.buffers, batch.max_tokens or data.max_len, or raise the limit of locked memory "
+            "(ulimit -l, the container's memlock)",
+            code="host_memory",
+        )
 
 
 def _judge(absmax_KT: np.ndarray, lengths: Sequence[int]) -> list[str | None]:

@@ -13,13 +13,16 @@ import torch
 from extractor.engine.capture import Capture
 from extractor.engine.hostcopy import HostPool
 from extractor.engine.sglang_compat import Runner
-from extractor.errors import EngineError
+from extractor.errors import BugError, EngineError
+from extractor.estimate import host_buffer_bytes
+from extractor.plan import chunk_edges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
 
+    from extractor.engine.hostcopy import CopiedBatch
     from extractor.engine.sglang_compat import Prefill
     from extractor.protocol import EngineSpec
 
@@ -31,7 +34,7 @@ class Engine:
         spec: what it was started from.
         runner: the SGLang runner.
         capture: the taps.
-        pool: host buffers for the states of batches.
+        pool: host memory for the states of batches.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -46,14 +49,59 @@ class Engine:
             self.runner.model, hidden_size=spec.hidden_size, dtype=getattr(torch, spec.dtype)
         )
         self.capture.set_taps(spec.taps)
-        self.pool = HostPool(
-            num_buffers=spec.buffers,
-            num_taps=len(spec.taps.taps),
-            max_tokens=spec.geometry.max_tokens,
-            hidden_size=spec.hidden_size,
-            dtype=getattr(torch, spec.store_dtype),
-            device=spec.device,
-        )
+        self.pool = host_pool(spec)
+
+    def compute(self, sequences: Sequence[np.ndarray]) -> CopiedBatch:
+        """One batch of the plan, packed or a long sample in chunks; blocks until there is host memory for it.
+
+        Args:
+            sequences: token ids, int32 [t] each: samples that fit a batch together, or a single longer one.
+
+        Returns:
+            The states of all rows, on their way to host memory.
+
+        Raises:
+            EngineError, CaptureError: as `forward`.
+        """
+        if len(sequences) == 1:
+            edges = chunk_edges(len(sequences[0]), self.spec.geometry)
+            if len(edges) > 1:
+                return self.compute_chunks(sequences[0], edges)
+        states, _ = self.forward(sequences)
+        return self.pool.copy(states, [len(ids) for ids in sequences])
+
+    def compute_chunks(self, ids: np.ndarray, edges: Sequence[tuple[int, int]]) -> CopiedBatch:
+        """One sample, chunk after chunk over its own keys and values; its states leave the device by the chunk.
+
+        Args:
+            ids: token ids, int32 [t].
+            edges: (first token, end) of each chunk, which together are the sample.
+
+        Returns:
+            As `compute`.
+
+        Raises:
+            EngineError, CaptureError: as `forward`; also when a chunk was not computed over those before it.
+        """
+        self._check_vocabulary([ids])
+        block: CopiedBatch | None = None
+        try:
+            with self.runner.long_sample(ids) as sample:
+                for begin, end in edges:
+                    self.capture.begin_batch()
+                    self.runner.prefill_next(sample, end)
+                    states = self.capture.collect(end - begin)
+                    if block is None:
+                        # After the first chunk: the device computes while the writers make room.
+                        block = self.pool.take(list(states), [len(ids)])
+                    block.fill(states)
+        except BaseException:
+            if block is not None:
+                block.release()
+            raise
+        if block is None:
+            raise BugError("a sample without chunks")
+        return block
 
     def forward(self, sequences: Sequence[np.ndarray]) -> tuple[dict[str, torch.Tensor], Prefill]:
         """One packed prefill.
@@ -68,6 +116,12 @@ class Engine:
             EngineError: a token id is not in the vocabulary, or SGLang changed the batch.
             CaptureError: a per-batch check failed.
         """
+        self._check_vocabulary(sequences)
+        self.capture.begin_batch()
+        prefill = self.runner.prefill(sequences)
+        return self.capture.collect(sum(len(ids) for ids in sequences)), prefill
+
+    def _check_vocabulary(self, sequences: Sequence[np.ndarray]) -> None:
         for ids in sequences:
             # An id beyond the embedding is a device-side assert on CUDA, after which nothing can be said.
             if not 0 <= int(ids.min()) <= int(ids.max()) < self.runner.vocab_size:
@@ -76,6 +130,25 @@ class Engine:
                     remedy="the tokenizer does not belong to this model",
                     code="token_out_of_vocabulary",
                 )
-        self.capture.begin_batch()
-        prefill = self.runner.prefill(sequences)
-        return self.capture.collect(sum(len(ids) for ids in sequences)), prefill
+
+
+def host_pool(spec: EngineSpec) -> HostPool:
+    """The host memory for the states of a run.
+
+    Raises:
+        EngineError: there is not so much.
+    """
+    num_bytes = host_buffer_bytes(
+        buffers=spec.buffers,
+        max_tokens=spec.geometry.max_tokens,
+        longest=spec.longest_sample,
+        hidden_size=spec.hidden_size,
+        num_taps=len(spec.taps.taps),
+        dtype=spec.store_dtype,
+    )
+    return HostPool(
+        num_bytes=num_bytes,
+        hidden_size=spec.hidden_size,
+        dtype=getattr(torch, spec.store_dtype),
+        device=spec.device,
+    )

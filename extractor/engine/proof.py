@@ -6,7 +6,9 @@ Independent of SGLang's capture and of the model's size. On a small batch of rea
 2. B(n) put through the final norm must be `normed`, and that must give the logits SGLang computed;
 3. what lies in the host buffers must be the captured rows, cast to the dtype of the disk;
 4. each sample computed alone must have the rows it has in the packed batch (no rows swapped, no sample
-   sees another).
+   sees another);
+5. where the plan has samples in chunks: one sample computed in chunks must have, in the host buffers, the rows
+   that it has as a whole (positions go on, each chunk sees those before it, rows are joined in order).
 
 Errors are per token, ||a-b|| / ||b|| over the hidden dimension. A proof that fails names what is wrong.
 """
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from extractor.errors import ProofError
+from extractor.plan import Geometry, chunk_edges
 from extractor.protocol import ProofLine
 
 if TYPE_CHECKING:
@@ -36,14 +39,21 @@ NORM_BOUND = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 # each single row is the right one is checked by the norms, in every dtype.
 ALONE_BOUND = {"float32": 1e-4, "bfloat16": 1e-1, "float16": 5e-2}
 LOGITS_BOUND = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 1e-2}
+# Of the values of a token in the narrower dtype that is stored.
+ROUNDING = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11}
+NUM_PROOF_CHUNKS = 3
 
 
-def prove(engine: Engine, sequences: Sequence[np.ndarray]) -> tuple[ProofLine, ...]:
+def prove(
+    engine: Engine, sequences: Sequence[np.ndarray], in_chunks: np.ndarray | None = None
+) -> tuple[ProofLine, ...]:
     """Runs the proof; blocking, a few small forward passes.
 
     Args:
         engine: the loaded model with its taps set.
         sequences: two or more token id arrays that differ, int32 [t] each.
+        in_chunks: one that fits a batch and is also computed in chunks, three tokens at least; None leaves that
+            out.
 
     Returns:
         The checks with their errors.
@@ -56,6 +66,8 @@ def prove(engine: Engine, sequences: Sequence[np.ndarray]) -> tuple[ProofLine, .
     lines += _prove_last(engine, states, prefill)
     _prove_host_rows(engine, states, sequences)
     lines += _prove_alone(engine, states, sequences)
+    if in_chunks is not None:
+        lines += _prove_chunks(engine, in_chunks)
     return tuple(lines)
 
 
@@ -204,3 +216,47 @@ def _prove_alone(
         start += len(ids)
     for name, error in worst.items():
         yield ProofLine(f"{name}: a sample alone has the same rows", error, bound)
+
+
+def _prove_chunks(engine: Engine, ids: np.ndarray) -> Iterator[ProofLine]:
+    step = -(-len(ids) // NUM_PROOF_CHUNKS)
+    edges = chunk_edges(len(ids), Geometry(step, len(ids), chunk_tokens=step))
+    whole, _ = engine.forward([ids])
+    block = engine.compute_chunks(ids, edges)
+    spec = engine.spec
+    bound = ALONE_BOUND[spec.dtype] + (0.0 if spec.store_dtype == spec.dtype else ROUNDING[spec.store_dtype])
+    try:
+        block.wait()
+        for name, state_TH in whole.items():
+            whole_TH, joined_TH = state_TH.cpu(), block.tensor(name)
+            errors_T = token_errors(joined_TH, whole_TH)
+            # The first chunk has no other before it: in a median it would hide the others.
+            later_T = errors_T[step:] if len(edges) > 1 else errors_T
+            error = float(errors_T.max() if spec.dtype == "float32" else later_T.median())
+            if not error <= bound:
+                raise ProofError(
+                    f"{name}: a sample of {len(ids)} tokens has other states in chunks of {step} than as a whole "
+                    f"(relative error {error:.2e}, bound {bound:.0e})"
+                    f"{_name_order(joined_TH, whole_TH, edges, bound)}",
+                    remedy="raise batch.max_tokens or lower data.max_len, so that no sample is longer than a batch; "
+                    "please report it",
+                )
+            yield ProofLine(f"{name}: a sample in chunks has the same rows", error, bound)
+    finally:
+        block.release()
+
+
+def _name_order(
+    joined_TH: torch.Tensor, whole_TH: torch.Tensor, edges: Sequence[tuple[int, int]], bound: float
+) -> str:
+    """The chunk that stands where another one should, when there is one."""
+    for number, (begin, end) in enumerate(edges):
+        for other, (first, last) in enumerate(edges):
+            if other == number or last - first != end - begin:
+                continue
+            errors_T = token_errors(joined_TH[begin:end], whole_TH[first:last])
+            if float(errors_T.median()) <= bound:
+                return (
+                    f": chunk {other} stands in the place of chunk {number}, they are joined in another order"
+                )
+    return ""

@@ -1,4 +1,4 @@
-"""The only module that knows how SGLang releases differ: loading, one packed prefill, versions.
+"""The only module that knows how SGLang releases differ: loading, prefills, versions.
 
 SGLang is driven the way `sglang.benchmark.one_batch` does it, without a scheduler. Everything is set
 through public arguments and attributes, and what was set is read back. Nothing of SGLang is copied.
@@ -8,6 +8,7 @@ Verified: 0.5.23 on the CPU, 0.5.17 on CUDA. Other releases are refused unless t
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import os
@@ -22,7 +23,7 @@ from extractor.errors import BugError, ConfigError, EngineError
 from extractor.families import VERIFIED_RELEASES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
     import torch
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 PROOF_LENGTHS = (48, 33, 17)
 """Tokens of the sequences in the one batch of the start-up proof, at most."""
+PROOF_CHUNKED_TOKENS = 450
+"""Tokens of the sequence that the start-up proof computes in chunks, at most: longer than attention kernels' tiles."""
 
 
 def versions() -> dict[str, str]:
@@ -119,7 +122,7 @@ def _server_args_fields() -> list[str]:
 
 
 class Runner:
-    """A loaded SGLang `ModelRunner` at TP=1 and the one way we run it.
+    """A loaded SGLang `ModelRunner` at TP=1 and the two ways we run it: packed samples, and a long one in chunks.
 
     Attributes:
         model_runner: SGLang's `ModelRunner`.
@@ -152,7 +155,9 @@ class Runner:
                 "random_seed",
             )
         } | {"max_total_tokens": int(self.model_runner.max_total_num_tokens), **spec.sglang_args}
+        self._long: LongSample | None = None
         _check_graphs_off()
+        _check_cache(self.model_runner, spec)
 
     def prefill(self, sequences: Sequence[np.ndarray]) -> Prefill:
         """One packed prefill of whole sequences, no padding, no cache.
@@ -166,20 +171,76 @@ class Runner:
 
         Raises:
             EngineError: SGLang built a batch that is not the one asked for.
+            BugError: a long sample is not finished; its keys and values would be overwritten.
         """
+        if self._long is not None:
+            raise BugError("a batch was run while a long sample was open")
+        try:
+            batch = self._schedule([_make_req(index, ids) for index, ids in enumerate(sequences)])
+            _check_batch(batch, sequences, [0] * len(sequences))
+            return self._run(batch)
+        finally:
+            # Nothing of this batch is read again: the cache is only scratch space of one prefill.
+            self._forget()
+
+    @contextlib.contextmanager
+    def long_sample(self, ids: np.ndarray) -> Iterator[LongSample]:
+        """A sample that is computed in chunks, by `prefill_next`; nothing else may run meanwhile.
+
+        Args:
+            ids: token ids, int32 [t].
+
+        Raises:
+            EngineError: at the end, when a chunk was not computed over exactly the tokens before it.
+            BugError: another one is open.
+        """
+        if self._long is not None:
+            raise BugError("a long sample was begun while another one was open")
+        self._long = LongSample(ids, _make_req(0, ids))
+        try:
+            yield self._long
+            self._long.check()
+        finally:
+            self._long = None
+            self._forget()
+
+    def prefill_next(self, sample: LongSample, end: int) -> Prefill:
+        """The next chunk of a long sample, over the keys and values of its chunks so far.
+
+        Args:
+            sample: from `long_sample`, still open.
+            end: the chunk's end in the sample, in tokens.
+
+        Returns:
+            As `prefill`, for the last token of the chunk.
+
+        Raises:
+            EngineError: SGLang built a batch that is not the one asked for.
+        """
+        begin = sample.num_done
+        pool = self.model_runner.req_to_token_pool
+        _set_extend_range(sample.req, begin, end, pool)
+        batch = self._schedule([sample.req])
+        _check_batch(batch, [sample.ids[begin:end]], [begin])
+        prefill = self._run(batch, lambda forward_batch: sample.watch(forward_batch, end, pool))
+        sample.num_done = end
+        return prefill
+
+    def _run(self, batch: Any, watch: Callable[[Any], None] | None = None) -> Prefill:
         import torch
 
         with torch.no_grad():
-            batch = self._schedule(sequences)
-            _check_batch(batch, sequences)
             forward_batch = self._forward_batch(batch)
+            if watch is not None:
+                watch(forward_batch)
             output = self.model_runner.forward(forward_batch)
-        # Nothing of this batch is read again: the cache is only scratch space of one prefill.
-        self.model_runner.req_to_token_pool.clear()
-        self.model_runner.token_to_kv_pool_allocator.clear()
         return Prefill(getattr(output, "logits_output", output), forward_batch)
 
-    def _schedule(self, sequences: Sequence[np.ndarray]) -> Any:
+    def _forget(self) -> None:
+        self.model_runner.req_to_token_pool.clear()
+        self.model_runner.token_to_kv_pool_allocator.clear()
+
+    def _schedule(self, reqs: list[Any]) -> Any:
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -190,7 +251,7 @@ class Runner:
             token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
         )
         batch = ScheduleBatch.init_new(
-            reqs=[_make_req(index, ids) for index, ids in enumerate(sequences)],
+            reqs=reqs,
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
             tree_cache=tree_cache,
@@ -211,6 +272,63 @@ class Runner:
         if "return_hidden_states_before_norm" in inspect.signature(ForwardBatch.init_new).parameters:
             keywords["return_hidden_states_before_norm"] = False
         return ForwardBatch.init_new(batch, self.model_runner, **keywords)
+
+
+class LongSample:
+    """A sample on its way through `Runner.prefill_next`.
+
+    Attributes:
+        ids: its token ids, int32 [t].
+        req: SGLang's request, which keeps its place in the cache from chunk to chunk.
+        num_done: tokens that are computed.
+    """
+
+    def __init__(self, ids: np.ndarray, req: Any) -> None:
+        self.ids = ids
+        self.req = req
+        self.num_done = 0
+        self._slots: list[torch.Tensor] = []
+        self._faults: list[tuple[int, torch.Tensor]] = []
+
+    def watch(self, forward_batch: Any, end: int, pool: Any) -> None:
+        """Compares, on the device, what a chunk is about to be computed over with what it must be.
+
+        Its positions must go on where the last chunk ended, and the cache rows that stand for the tokens before it
+        must be those that the chunks before it were written to: a prefix of any other origin is refused.
+        """
+        import torch
+
+        begin = self.num_done
+        self._slots.append(forward_batch.out_cache_loc)
+        row = pool.req_to_token[forward_batch.req_pool_indices[0], :end]
+        wrong_positions = (
+            forward_batch.positions != torch.arange(begin, end, device=forward_batch.positions.device)
+        ).any()
+        wrong_slots = (row != torch.cat(self._slots)).any()
+        # Read at the end: to ask the device now would hold up the chunks to come.
+        self._faults.append((begin, torch.stack([wrong_positions, wrong_slots])))
+
+    def check(self) -> None:
+        """Asks the device what the comparisons gave. Blocking.
+
+        Raises:
+            EngineError: with the first chunk that was wrong, and how.
+            BugError: tokens are left.
+        """
+        if self.num_done != len(self.ids):
+            raise BugError(f"{self.num_done} tokens of a sample of {len(self.ids)} were computed")
+        for begin, fault in self._faults:
+            has_wrong_positions, has_wrong_slots = fault.tolist()
+            if has_wrong_positions or has_wrong_slots:
+                what = (
+                    "positions that do not go on from the chunk before"
+                    if has_wrong_positions
+                    else "keys and values that are not those of the chunks before"
+                )
+                raise EngineError(
+                    f"SGLang computed the chunk from token {begin} of a sample of {len(self.ids)} with {what}",
+                    code="chunk_prefix",
+                )
 
 
 class Prefill:
@@ -251,7 +369,7 @@ def _server_args(spec: EngineSpec) -> Any:
         "device": spec.device,
         "trust_remote_code": spec.trust_remote_code,
         "attention_backend": spec.attention_backend or ("torch_native" if spec.device == "cpu" else None),
-        "max_total_tokens": spec.geometry.max_tokens + page_room,
+        "max_total_tokens": max(spec.geometry.max_tokens, spec.longest_sample) + page_room,
         "max_running_requests": max_sequences + 1,
         "random_seed": 0,
         "log_level": "warning",
@@ -301,6 +419,28 @@ def _check_graphs_off() -> None:
         raise EngineError("SGLang turned CUDA graphs on again; hooks do not run when a graph is replayed")
 
 
+def _check_cache(model_runner: Any, spec: EngineSpec) -> None:
+    """The keys and values of a batch have room, and those of a chunk are kept as they were computed."""
+    import torch
+
+    num_tokens = max(spec.geometry.max_tokens, spec.longest_sample)
+    room = int(model_runner.max_total_num_tokens)
+    if room < num_tokens:
+        raise EngineError(
+            f"SGLang has room for the keys and values of {room:,} tokens; the largest batch has {num_tokens:,}",
+            remedy="raise model.mem_fraction, or lower batch.max_tokens and data.max_len",
+            code="cache_room",
+        )
+    dtype = model_runner.kv_cache_dtype
+    if spec.has_chunks and dtype != getattr(torch, spec.dtype):
+        raise EngineError(
+            f"SGLang keeps keys and values as {dtype}, the model computes in {spec.dtype}: a chunk would read what "
+            "came before it rounded",
+            remedy=f"raise batch.max_tokens to {spec.longest_sample}, or lower data.max_len",
+            code="chunks_untested",
+        )
+
+
 def _make_req(index: int, ids: np.ndarray) -> Any:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -313,22 +453,32 @@ def _make_req(index: int, ids: np.ndarray) -> Any:
     )
     req.full_untruncated_fill_ids = req.origin_input_ids
     req.logprob_start_len = -1
-    if hasattr(req, "set_extend_range"):  # 0.5.17
-        req.set_extend_range(0, len(ids))
-    else:  # 0.5.23
-        req.extend_end = len(ids)
+    _set_extend_range(req, 0, len(ids), None)
     return req
 
 
-def _check_batch(batch: Any, sequences: Sequence[np.ndarray]) -> None:
-    """The batch SGLang built holds our tokens, whole, in our order."""
+def _set_extend_range(req: Any, begin: int, end: int, pool: Any) -> None:
+    """The next prefill computes tokens begin..end; those before begin are in the request's row of the pool."""
+    import torch
+
+    if hasattr(req, "set_extend_range"):  # 0.5.17
+        if begin:
+            req.prefix_indices = pool.req_to_token[req.req_pool_idx, :begin].to(torch.int64)
+        req.set_extend_range(begin, end)
+    else:  # 0.5.23
+        req.prefix_len = begin
+        req.extend_end = end
+
+
+def _check_batch(batch: Any, sequences: Sequence[np.ndarray], prefixes: Sequence[int]) -> None:
+    """The batch SGLang built holds our tokens, all of them, in our order, after our own prefixes alone."""
     import numpy as np
 
     lengths = [len(ids) for ids in sequences]
-    if list(batch.extend_lens) != lengths or any(batch.prefix_lens):
+    if list(batch.extend_lens) != lengths or list(batch.prefix_lens) != list(prefixes):
         raise EngineError(
-            f"SGLang would compute {list(batch.extend_lens)} tokens after cached prefixes "
-            f"{list(batch.prefix_lens)}; sent were {lengths} without a prefix",
+            f"SGLang would compute {list(batch.extend_lens)} tokens after cached prefixes of "
+            f"{list(batch.prefix_lens)}; sent were {lengths} after {list(prefixes)}",
             code="batch_tokens",
         )
     ids = batch.prefill_input_ids_cpu if batch.input_ids is None else batch.input_ids

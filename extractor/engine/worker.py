@@ -86,7 +86,7 @@ class Worker:
 
         engine = Engine(self._spec)
         self._channel.send(protocol.Stage("proof"))
-        lines = prove(engine, self._proof_sequences())
+        lines = prove(engine, self._proof_sequences(), self._proof_of_chunks())
         if self._spec.device == "cuda":
             self._warm_up(engine)
         self._channel.send(
@@ -102,11 +102,21 @@ class Worker:
         return engine
 
     def _warm_up(self, engine: Engine) -> None:
-        """One pass of the fullest batch: kernels are compiled, and a budget too large for the GPU fails now."""
+        """The fullest batch and the longest sample: kernels are compiled, and what is too large fails now."""
         self._channel.send(protocol.Stage("warm-up"))
-        batches = [batch for shard in self._plan for batch in shard.batches]
-        fullest = max(batches, key=lambda batch: sum(int(self._samples.lengths[index]) for index in batch))
-        engine.forward([self._samples.sample(index).input_ids for index in fullest])
+        lengths = self._samples.lengths
+        tokens = {
+            batch: sum(int(lengths[index]) for index in batch)
+            for shard in self._plan
+            for batch in shard.batches
+        }
+        budget = self._spec.geometry.max_tokens
+        fullest = max(
+            (batch for batch in tokens if tokens[batch] <= budget), key=tokens.__getitem__, default=()
+        )
+        largest = max(tokens, key=tokens.__getitem__)
+        for batch in {fullest, largest} - {()}:
+            engine.compute([self._samples.sample(index).input_ids for index in batch]).release()
 
     def _proof_sequences(self) -> list[np.ndarray]:
         """Real token ids that differ: the ends of the first samples (they often begin alike)."""
@@ -121,6 +131,14 @@ class Worker:
                 ids = np.roll(ids, 1)
             sequences.append(ids)
         return sequences
+
+    def _proof_of_chunks(self) -> np.ndarray | None:
+        """The beginning of the longest sample, where the plan has samples in chunks."""
+        if not self._spec.has_chunks:
+            return None
+        longest = int(np.argmax(self._samples.lengths[: self._spec.num_samples]))
+        length = min(sglang_compat.PROOF_CHUNKED_TOKENS, self._spec.geometry.max_tokens)
+        return self._samples.sample(longest).input_ids[:length]
 
     def _work(self, engine: Engine, shard: Shard) -> None:
         writer = self._writers.open_shard(
@@ -144,11 +162,10 @@ class Worker:
                     writer.abandon()
                     return
                 samples = [self._samples.sample(index) for index in batch]
-                lengths = [len(sample.input_ids) for sample in samples]
-                states, _ = engine.forward([sample.input_ids for sample in samples])
-                block = engine.pool.copy(states, lengths)
+                block = engine.compute([sample.input_ids for sample in samples])
+                num_tokens = block.num_tokens
                 writer.submit(block, samples)
-                self._channel.send(protocol.BatchDone(shard.index, number, sum(lengths)))
+                self._channel.send(protocol.BatchDone(shard.index, number, num_tokens))
         except BaseException:
             writer.abandon()
             raise

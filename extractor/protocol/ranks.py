@@ -35,7 +35,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         taps: what to store.
         hidden_size: H.
         store_dtype: precision on disk.
-        geometry: token budgets of batch and shard.
+        geometry: token budgets of batch, chunk and shard.
         max_batch_samples: samples in the fullest batch of the plan.
         prepared: folder of the prepared data set.
         num_samples: how many of its samples the run takes.
@@ -43,8 +43,10 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fingerprint: identity of the data set, written into every shard.
         replica: name of the replica, for part folders.
         writer_threads: threads that write to disk.
-        buffers: host buffers, each as large as one batch of states.
+        buffers: host memory for states, in batches; see `extractor.estimate.host_buffer_bytes`.
         endpoint: ZeroMQ address of the supervisor.
+        longest_sample: tokens of the longest sample of the plan; it is computed in chunks where that is more than
+            a batch.
         grace_s: how long a rank whose supervisor is gone may take to finish the shard in hand.
     """
 
@@ -69,7 +71,13 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     writer_threads: int
     buffers: int
     endpoint: str
+    longest_sample: int = 0
     grace_s: float = 60.0
+
+    @property
+    def has_chunks(self) -> bool:
+        """A sample of the plan is longer than a batch."""
+        return self.longest_sample > self.geometry.max_tokens
 
 
 class Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -18,8 +18,8 @@ from typing import Any
 
 from extractor import checkpoint
 from extractor.engine import sglang_compat
-from extractor.errors import TapdeckError
-from extractor.plan import Geometry
+from extractor.errors import BugError, TapdeckError
+from extractor.plan import Geometry, chunk_edges
 from extractor.protocol import EngineSpec
 from extractor.taps import TapSelection, select
 
@@ -61,6 +61,7 @@ def spec_for(model: Path, dtype: str, taps: TapSelection) -> EngineSpec:
         writer_threads=1,
         buffers=2,
         endpoint="",
+        longest_sample=1024,
     )
 
 
@@ -236,10 +237,12 @@ def normed_is_final(engine: Any) -> dict[str, str]:
     """`normed` is stored, and holds what has not seen the norm."""
     import msgspec
 
+    from extractor.engine.model import host_pool
+
     taps = choose(engine.spec.taps.num_layers, normed=True)
     engine.capture.set_taps(taps)
     engine.spec = msgspec.structs.replace(engine.spec, taps=taps)
-    engine.pool = _pool(engine)
+    engine.pool = host_pool(engine.spec)
     collect = engine.capture.collect
     engine.capture.collect = lambda num_tokens: (states := collect(num_tokens)) | {"normed": states["final"]}
     return _prove(engine)
@@ -274,7 +277,7 @@ def samples_swapped_on_the_way_in(engine: Any) -> dict[str, str]:
     """SGLang is given the samples in another order than the one we store them in."""
     runner = engine.runner
     schedule = runner._schedule
-    runner._schedule = lambda sequences: schedule([sequences[1], sequences[0], *sequences[2:]])
+    runner._schedule = lambda reqs: schedule([reqs[1], reqs[0], *reqs[2:]])
     return outcome(lambda: engine.forward(sequences()))
 
 
@@ -316,6 +319,8 @@ def selections(engine: Any) -> dict[str, str]:
     """Every kind of selection, one after the other in the same process, each proven."""
     import msgspec
 
+    from extractor.engine.model import host_pool
+
     n = engine.spec.taps.num_layers
     chosen = {
         "all": choose(n, tuple(range(n)), embed=True, normed=True),
@@ -330,25 +335,10 @@ def selections(engine: Any) -> dict[str, str]:
     for name, taps in chosen.items():
         engine.capture.set_taps(taps)
         engine.spec = msgspec.structs.replace(spec, taps=taps)
-        engine.pool = _pool(engine)
+        engine.pool = host_pool(engine.spec)
         states, _ = engine.forward(sequences())
         results[name] = _prove(engine)["message"] if tuple(states) == taps.names else str(tuple(states))
     return results
-
-
-def _pool(engine: Any) -> Any:
-    import torch
-
-    from extractor.engine.hostcopy import HostPool
-
-    return HostPool(
-        num_buffers=2,
-        num_taps=len(engine.spec.taps.taps),
-        max_tokens=512,
-        hidden_size=engine.spec.hidden_size,
-        dtype=getattr(torch, engine.spec.store_dtype),
-        device="cpu",
-    )
 
 
 def taps_changed_between_batches(engine: Any) -> dict[str, bool]:
@@ -360,6 +350,246 @@ def taps_changed_between_batches(engine: Any) -> dict[str, bool]:
     engine.capture.set_taps(choose(n, (0, 3, 4)))
     second, _ = engine.forward(sequences())
     return {name: bool(torch.equal(first[name], second[name])) for name in ("layer_003", "final")}
+
+
+def _long(length: int, seed: int = 1) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(seed).integers(4, 500, length, dtype=np.int32)
+
+
+def _edges(length: int, chunk_tokens: int) -> Any:
+    return chunk_edges(length, Geometry(chunk_tokens, length, chunk_tokens=chunk_tokens))
+
+
+def _joined(engine: Any, ids: Any, chunk_tokens: int) -> dict[str, Any]:
+    """Tap name to [T, H], from the host buffers."""
+    block = engine.compute_chunks(ids, _edges(len(ids), chunk_tokens))
+    block.wait()
+    states = {name: block.tensor(name).clone() for name in engine.spec.taps.names}
+    block.release()
+    return states
+
+
+def _worst(states: Any, others: Any) -> float:
+    from extractor.engine.proof import token_errors
+
+    return max(float(token_errors(states[name], others[name]).max()) for name in others)
+
+
+def chunks(engine: Any) -> dict[str, float]:
+    """The largest per-token error of a sample in chunks against the whole, by length and size of a chunk."""
+    found = {}
+    for length in (300, 301):
+        ids = _long(length)
+        whole, _ = engine.forward([ids])
+        for chunk_tokens in (1, 64, 100, 150, 299, 300):
+            if length / chunk_tokens <= 50 or length == 301:
+                states = _joined(engine, ids, chunk_tokens)
+                found[f"{length} in chunks of {chunk_tokens}"] = _worst(states, whole)
+    return found
+
+
+def chunks_against_transformers(engine: Any) -> float:
+    """The largest per-token error of a sample longer than the budget, through the call that a run makes."""
+    import msgspec
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids = _long(700)
+    engine.spec = msgspec.structs.replace(engine.spec, geometry=Geometry(512, 10_000, chunk_tokens=233))
+    block = engine.compute([ids])
+    block.wait()
+    model = AutoModelForCausalLM.from_pretrained(engine.spec.model_folder, dtype=torch.float32)
+    inputs = []
+    model.model.norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
+    with torch.no_grad():
+        hidden = model(torch.tensor(ids[None].astype("int64")), output_hidden_states=True).hidden_states
+    expected = {tap.name: hidden[tap.boundary][0] for tap in engine.spec.taps.taps} | {"final": inputs[0]}
+    worst = _worst({name: block.tensor(name) for name in expected}, expected)
+    block.release()
+    return worst
+
+
+def short_samples_around_a_long_one(engine: Any) -> dict[str, float]:
+    """What lies in the cache after a long sample is nobody's; nor does it see what lay there before."""
+    ids = _long(300)
+    before, _ = engine.forward(sequences())
+    first = _joined(engine, ids, 100)
+    after, _ = engine.forward(sequences())
+    engine.forward([_long(500, seed=2)])
+    return {"short": _worst(after, before), "long": _worst(_joined(engine, ids, 100), first)}
+
+
+def device_holds_one_chunk_beside_the_next(engine: Any) -> list[int]:
+    """How many chunks' states are alive when the next chunk is about to be computed."""
+    import gc
+    import weakref
+
+    alive: list[Any] = []
+    counts = []
+    collect, prefill_next = engine.capture.collect, engine.runner.prefill_next
+
+    def collected(num_tokens: int) -> Any:
+        states = collect(num_tokens)
+        alive.append(weakref.ref(states["layer_001"]))
+        return states
+
+    def counted(sample: Any, end: int) -> Any:
+        gc.collect()
+        counts.append(sum(state() is not None for state in alive))
+        return prefill_next(sample, end)
+
+    engine.capture.collect, engine.runner.prefill_next = collected, counted
+    _joined(engine, _long(500), 100)
+    return counts
+
+
+def chunk_proof_lines(engine: Any) -> dict[str, float]:
+    from extractor.engine.proof import prove
+
+    lines = prove(engine, sequences(), _long(450))
+    return {line.subject: line.max_rel_err for line in lines if "chunks" in line.subject}
+
+
+def _prove_in_chunks(engine: Any, length: int = 450) -> dict[str, str]:
+    from extractor.engine.proof import prove
+
+    return outcome(lambda: prove(engine, sequences(), _long(length)))
+
+
+def prefix_is_too_short(engine: Any) -> dict[str, str]:
+    """The second chunk is to be computed over one token less than there is."""
+    set_range = sglang_compat._set_extend_range
+
+    def shorter(req: Any, begin: int, end: int, pool: Any) -> None:
+        set_range(req, max(0, begin - 1), end, pool)
+
+    sglang_compat._set_extend_range = shorter
+    try:
+        return outcome(lambda: _joined(engine, _long(300), 100))
+    finally:
+        sglang_compat._set_extend_range = set_range
+
+
+def prefix_of_a_packed_sample(engine: Any) -> dict[str, str]:
+    """A sample that is to be computed as a whole comes with a prefix: SGLang's prefix cache would do that."""
+    make_req = sglang_compat._make_req
+
+    def cached(index: int, ids: Any) -> Any:
+        req = make_req(index, ids)
+        if index == 1:
+            req.kv.req_pool_idx, req.kv.kv_allocated_len, req.prefix_len = 1, 8, 8
+        return req
+
+    sglang_compat._make_req = cached
+    try:
+        return outcome(lambda: engine.forward(sequences()))
+    finally:
+        sglang_compat._make_req = make_req
+
+
+def _with_forward_batch(engine: Any, change: Callable[[Any, int], None]) -> None:
+    """Changes what SGLang is about to run, from the second chunk on; `change` gets the chunk's first token."""
+    forward_batch = engine.runner._forward_batch
+
+    def changed(batch: Any) -> Any:
+        made = forward_batch(batch)
+        if batch.prefix_lens[0]:
+            change(made, batch.prefix_lens[0])
+        return made
+
+    engine.runner._forward_batch = changed
+
+
+def _restart_positions(forward_batch: Any, begin: int) -> None:
+    forward_batch.positions = forward_batch.positions - begin
+
+
+def positions_restarted(engine: Any) -> dict[str, str]:
+    _with_forward_batch(engine, _restart_positions)
+    return outcome(lambda: _joined(engine, _long(300), 100))
+
+
+def positions_restarted_unseen(engine: Any) -> dict[str, str]:
+    """The same, and the comparison of positions sees nothing."""
+    sglang_compat.LongSample.check, check = lambda _: None, sglang_compat.LongSample.check
+    _with_forward_batch(engine, _restart_positions)
+    try:
+        return _prove_in_chunks(engine)
+    finally:
+        sglang_compat.LongSample.check = check
+
+
+def _point_elsewhere(engine: Any) -> None:
+    """The second chunk's row of the cache names the slots of a sample that was computed before."""
+    pool = engine.runner.model_runner.req_to_token_pool
+
+    def elsewhere(forward_batch: Any, begin: int) -> None:
+        row = pool.req_to_token[forward_batch.req_pool_indices[0]]
+        row[:begin] = row[:begin] + 500
+
+    engine.forward([_long(512, seed=3)])
+    _with_forward_batch(engine, elsewhere)
+
+
+def cache_of_another_sample(engine: Any) -> dict[str, str]:
+    _point_elsewhere(engine)
+    return outcome(lambda: _joined(engine, _long(300), 100))
+
+
+def cache_of_another_sample_unseen(engine: Any) -> dict[str, str]:
+    """The keys and values of the first chunk are overwritten, where no comparison looks."""
+    pool = engine.runner.model_runner.token_to_kv_pool
+
+    def overwritten(forward_batch: Any, begin: int) -> None:
+        row = engine.runner.model_runner.req_to_token_pool.req_to_token[forward_batch.req_pool_indices[0]]
+        for layer in range(engine.spec.taps.num_layers):
+            for cache in pool.get_kv_buffer(layer):
+                cache[row[:begin].long()] = cache[row[:begin].long()].roll(1, 0)
+
+    _with_forward_batch(engine, overwritten)
+    return _prove_in_chunks(engine)
+
+
+def chunks_in_another_order(engine: Any) -> dict[str, str]:
+    from extractor.engine.hostcopy import CopiedBatch
+
+    fill = CopiedBatch.fill
+
+    def elsewhere(block: Any, states: Any) -> None:
+        # The first two of three chunks of 150 change places.
+        num_filled = block._num_filled
+        if block.num_tokens == 450:
+            block._num_filled = {0: 150, 150: 0}.get(num_filled, num_filled)
+        fill(block, states)
+        block._num_filled = num_filled + len(next(iter(states.values())))
+
+    CopiedBatch.fill = elsewhere
+    try:
+        return _prove_in_chunks(engine)
+    finally:
+        CopiedBatch.fill = fill
+
+
+def batch_between_chunks(engine: Any) -> dict[str, str]:
+    """A batch that would overwrite the keys and values of an open sample."""
+    ids = _long(300)
+    with contextlib.suppress(BugError), engine.runner.long_sample(ids) as sample:
+        engine.capture.begin_batch()
+        engine.runner.prefill_next(sample, 100)
+        found = outcome(lambda: engine.forward(sequences()))
+        found["second"] = outcome(lambda: engine.runner.long_sample(ids).__enter__())["message"]
+    return found
+
+
+def sample_without_its_end(engine: Any) -> dict[str, str]:
+    return outcome(lambda: engine.compute_chunks(_long(300), [(0, 100), (100, 200)]))
+
+
+def blocks_after_faults(engine: Any) -> int:
+    """Bytes of host memory that nobody gave back, after the faults so far."""
+    return engine.pool.arena.used_bytes
 
 
 def verdicts(engine: Any) -> list[str | None]:
@@ -399,6 +629,21 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
         foreign_token,
         selections,
         taps_changed_between_batches,
+        chunks,
+        chunks_against_transformers,
+        short_samples_around_a_long_one,
+        device_holds_one_chunk_beside_the_next,
+        chunk_proof_lines,
+        prefix_is_too_short,
+        prefix_of_a_packed_sample,
+        positions_restarted,
+        positions_restarted_unseen,
+        cache_of_another_sample,
+        cache_of_another_sample_unseen,
+        chunks_in_another_order,
+        batch_between_chunks,
+        sample_without_its_end,
+        blocks_after_faults,
         verdicts,
     )
 }
