@@ -84,6 +84,34 @@ def test_a_folder_states_its_shape(tmp_path):
     assert facts.revision is None
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, None),
+        ({"layer_types": ["full_attention"] * 4, "sliding_window": None, "use_sliding_window": False}, None),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, None),
+        ({"rope_parameters": {"rope_type": "yarn"}}, None),
+        ({"sliding_window": 4096}, "sliding_window = 4096"),
+        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window = 4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        (
+            {"layer_types": ["linear_attention", "full_attention", "mamba"]},
+            "layer_types has linear_attention, mamba",
+        ),
+        ({"linear_num_key_heads": 16}, "linear_num_key_heads is set"),
+        ({"mamba_d_state": 128}, "mamba_d_state is set"),
+        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern is set"),
+        ({"attention_chunk_size": 8192}, "attention_chunk_size is set"),
+        ({"index_topk": 2048}, "index_topk is set"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling is dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters is longrope"),
+    ],
+)
+def test_what_keeps_layers_from_full_attention_is_named_by_its_key(tmp_path, config, said):
+    assert checkpoint.read(write_model(tmp_path, CONFIG | config)).not_plain == said
+
+
 def test_a_multimodal_model_is_described_by_its_language_model(tmp_path):
     nested = {
         "architectures": ["KimiK25ForConditionalGeneration"],

@@ -63,9 +63,20 @@ def test_all_faults_are_reported_at_once(tmp_path):
     assert "output is missing" in text
 
 
-def test_sample_longer_than_a_batch_is_refused(tmp_path):
+def test_samples_longer_than_a_batch_are_computed_in_chunks(tmp_path):
     text = MINIMAL + "\n[batch]\nmax_tokens = 1024\n"
-    with pytest.raises(ConfigError, match=r"data.max_len = 2048 is larger than batch.max_tokens = 1024"):
+    assert config.load(write(tmp_path, text)).chunk_tokens == 1024
+    assert config.load(write(tmp_path, text + "chunk_tokens = 512\n")).chunk_tokens == 512
+
+
+def test_where_every_sample_fits_a_batch_there_are_no_chunks(tmp_path):
+    assert config.load(write(tmp_path, MINIMAL)).chunk_tokens is None
+    assert config.load(write(tmp_path, MINIMAL), ["batch.chunk_tokens=512"]).chunk_tokens is None
+
+
+def test_a_chunk_larger_than_a_batch_is_refused(tmp_path):
+    text = MINIMAL + "\n[batch]\nmax_tokens = 1024\nchunk_tokens = 1025\n"
+    with pytest.raises(ConfigError, match=r"chunk_tokens = 1025 is larger than batch.max_tokens = 1024"):
         config.load(write(tmp_path, text))
 
 

@@ -8,8 +8,10 @@ from extractor.estimate import (
     DiskForecast,
     DiskVerdict,
     Eta,
+    block_bytes,
     disk_forecast,
     eta,
+    host_buffer_bytes,
     size,
 )
 
@@ -27,7 +29,46 @@ def test_kimi_k25_needs_57_kilobytes_per_token():
     )
     assert estimate.bytes_per_token == 57_349
     assert round(estimate.total_bytes / 1e12, 2) == 1.72
+    assert estimate.largest_sample_tokens == 8192
     assert estimate.largest_sample_bytes == 8192 * 57_344
+
+
+KIMI = {"hidden_size": 7168, "num_taps": 4, "dtype": "bfloat16"}
+
+
+def test_a_sample_of_32768_tokens_needs_its_own_size_once_in_host_memory():
+    sample, batch = block_bytes(32_768, **KIMI), block_bytes(8192, **KIMI)
+    states = 32_768 * 7168 * 4 * 2
+    assert round(states / 1e9, 2) == 1.88
+    # Beside the states lie 16 bytes of magnitudes per token: 0.03 %.
+    assert states < sample < states * 1.0003
+    pool = host_buffer_bytes(buffers=4, max_tokens=8192, longest=32_768, **KIMI)
+    assert pool == sample + batch
+    assert round(pool / 1e9, 2) == 2.35
+    # Two chunks on the device at most: the one that is copied and the one that is computed.
+    assert states >= 2 * 8192 * 7168 * 4 * 2
+
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "hidden_size": st.integers(1, 300),
+        "num_taps": st.integers(1, 5),
+        "dtype": st.sampled_from(["bfloat16", "float32"]),
+    }
+)
+
+
+@given(st.integers(2, 8), st.integers(1, 500), st.integers(1, 5000), SHAPES)
+def test_host_memory_holds_the_batches_and_the_longest_sample_and_no_more(
+    buffers, max_tokens, longest, shape
+):
+    batch, sample = block_bytes(max_tokens, **shape), block_bytes(longest, **shape)
+    pool = host_buffer_bytes(buffers=buffers, max_tokens=max_tokens, longest=longest, **shape)
+    assert pool >= buffers * batch
+    assert pool >= sample + batch
+    assert pool <= buffers * batch + sample
+    if longest <= max_tokens:
+        assert pool == buffers * batch
 
 
 def test_disk_verdict_counts_the_reserve():

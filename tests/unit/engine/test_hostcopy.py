@@ -1,17 +1,29 @@
-"""Host buffers: what lies in them, how many there are, and what may not be stored."""
+"""Host memory of the states: what lies in it, how much there is, and what may not be stored."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
+from hypothesis import given as for_all
+from hypothesis import strategies as st
 
 from extractor.engine.hostcopy import HostPool
+from extractor.errors import BugError
+from extractor.estimate import host_buffer_bytes
 
 
-def pool(num_buffers=2, dtype=torch.bfloat16):
-    return HostPool(
-        num_buffers=num_buffers, num_taps=2, max_tokens=16, hidden_size=8, dtype=dtype, device="cpu"
+def pool(buffers=2, dtype=torch.bfloat16, max_tokens=16, longest=16):
+    num_bytes = host_buffer_bytes(
+        buffers=buffers,
+        max_tokens=max_tokens,
+        longest=longest,
+        hidden_size=8,
+        num_taps=2,
+        dtype=str(dtype).removeprefix("torch."),
     )
+    return HostPool(num_bytes=num_bytes, hidden_size=8, dtype=dtype, device="cpu")
 
 
 def states(num_tokens):
@@ -35,21 +47,102 @@ def test_strided_states_are_stored_row_by_row():
     assert bytes(block.rows("b")) == packed[:, 8:].contiguous().numpy().tobytes()
 
 
+@for_all(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+)
+def test_chunks_are_joined_in_the_order_of_the_rows(chunks, dtype):
+    whole = states(sum(chunks))
+    buffers = pool(dtype=dtype, longest=30)
+    # Beside it lies a block that must stay as it is.
+    other = buffers.copy(states(4), [4])
+    before = {name: other.tensor(name).clone() for name in whole}
+    block = buffers.take(list(whole), [sum(chunks)])
+    begin = 0
+    for size in chunks:
+        block.fill({name: state[begin : begin + size] for name, state in whole.items()})
+        begin += size
+    block.wait()
+    for name, state in whole.items():
+        assert torch.equal(block.tensor(name), state.to(dtype))
+        assert torch.equal(other.tensor(name), before[name])
+    assert block.verdicts() == [None]
+
+
+def test_a_value_in_any_chunk_condemns_the_whole_sample():
+    block = pool().take(["layer_001", "final"], [9])
+    for number in range(3):
+        rows = states(3)
+        if number == 1:
+            rows["final"][2, 7] = float("nan")
+        block.fill(rows)
+    block.wait()
+    assert block.verdicts() == ["non_finite"]
+
+
+def test_a_block_that_is_not_full_is_not_read_and_a_full_one_takes_no_more():
+    block = pool().take(["layer_001", "final"], [4])
+    block.fill(states(3))
+    with pytest.raises(BugError, match="a block of 4 rows was given 3"):
+        block.wait()
+    with pytest.raises(BugError, match="rows 3 to 5"):
+        block.fill(states(2))
+    with pytest.raises(BugError, match="of the taps final, layer_001"):
+        block.fill(dict(reversed(states(1).items())))
+    block.fill(states(1))
+    block.wait()
+
+
+class Event:
+    """Of a copy that a device has not done yet."""
+
+    def __init__(self):
+        self.num_waits = 0
+
+    def synchronize(self):
+        self.num_waits += 1
+
+
+def test_the_device_keeps_the_states_of_the_last_copy_alone():
+    buffers = pool(longest=64)
+    events = []
+    buffers._stream = object()
+    buffers._enqueue = lambda *_: events.append(Event()) or events[-1]
+    block = buffers.take(["layer_001", "final"], [40])
+    alive = []
+    for number in range(4):
+        chunk = states(10)
+        alive.append(weakref.ref(chunk["final"]))
+        block.fill(chunk)
+        del chunk
+        gc.collect()
+        assert [state() is not None for state in alive] == [False] * number + [True]
+        # The one before is complete; the last may go on while the next is computed.
+        assert [event.num_waits > 0 for event in events] == [True] * number + [False]
+    block.wait()
+    gc.collect()
+    assert alive[-1]() is None
+    waits = events[-1].num_waits
+    block.release()
+    assert events[-1].num_waits > waits
+
+
 def test_memory_does_not_grow_with_the_number_of_batches():
-    buffers = pool(num_buffers=2)
-    held = [buffers.copy(states(3), [3]) for _ in range(2)]
-    third = threading.Thread(target=lambda: held.append(buffers.copy(states(3), [3])), daemon=True)
+    buffers = pool(buffers=2)
+    held = [buffers.copy(states(16), [16]) for _ in range(2)]
+    third = threading.Thread(target=lambda: held.append(buffers.copy(states(16), [16])), daemon=True)
     third.start()
-    third.join(timeout=0.2)
-    assert third.is_alive()
+    while not buffers.arena.num_waiting:
+        third.join(0.001)
     held[0].release()
     third.join(timeout=10)
     assert len(held) == 3
+    assert buffers.arena.peak_bytes == buffers.num_bytes
 
 
-def test_buffers_are_bounded_in_bytes():
-    # Two buffers of 2 taps x 16 tokens: 8 bfloat16 values and one float32 magnitude each.
-    assert pool(num_buffers=2).num_bytes == 2 * 2 * 16 * (8 * 2 + 4)
+def test_memory_is_bounded_in_bytes():
+    # Two batches of 2 taps x 16 tokens: 8 bfloat16 values and one float32 magnitude each, both rounded to 256.
+    assert pool(buffers=2).num_bytes == 2 * (2 * 16 * 8 * 2 + 256)
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(float("nan"), "non_finite"), (float("-inf"), "non_finite")])
