@@ -6,6 +6,7 @@ The stored dtype is the computed one, so nothing is rounded between SGLang and t
 import random
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from extractor import folders
@@ -45,13 +46,16 @@ def real_run(smollm2, tmp_path, dtype):
 
 
 def small_run(model, talks, tmp_path, dtype):
+    """Short samples in packed batches, and among them, in the same shards, some longer than a batch."""
     rng = random.Random(1)
+    lengths = [rng.randrange(60, 300) for _ in range(18)] + [rng.randrange(520, 1000) for _ in range(6)]
+    rng.shuffle(lengths)
     return {
         "model": {"path": str(model), "device": "cpu", "dtype": dtype},
-        "data": {"files": [str(talks([rng.randrange(60, 300) for _ in range(24)]))], "max_len": 280},
+        "data": {"files": [str(talks(lengths))], "max_len": 900},
         "taps": {"layers": [0, 1, 2, 3, 4], "embed": True, "final": True, "normed": True},
-        "output": {"dir": str(tmp_path / "out"), "shard_bytes": 2_000_000},
-        "batch": {"max_tokens": 512},
+        "output": {"dir": str(tmp_path / "out"), "shard_bytes": 10_000_000},
+        "batch": {"max_tokens": 512, "chunk_tokens": 200},
     }
 
 
@@ -71,11 +75,17 @@ def test_real_model_in_bfloat16_errs_no_more_than_transformers_does(extract, smo
         assert tap.ok, tap
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3-moe"])
 def test_small_model_in_float32_is_what_transformers_computes(kind, extract, small_model, talks, tmp_path):
     result, _ = extract(small_run(small_model(kind), talks, tmp_path, "float32"))
-    for tap in compare(Path(result.output)).taps:
+    compared = compare(Path(result.output), samples=24)
+    for tap in compared.taps:
         assert tap.max_rel_err <= 1e-5, tap
+    table = pq.read_table(result.output + "/samples.parquet").to_pydict()
+    long = {shard for shard, tokens in zip(table["shard"], table["tokens"], strict=True) if tokens > 512}
+    short = {shard for shard, tokens in zip(table["shard"], table["tokens"], strict=True) if tokens <= 512}
+    assert compared.num_samples == len(table["shard"]) == 24
+    assert long & short
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from extractor import checkpoint
 from extractor.engine import sglang_compat
 from extractor.errors import BugError, TapdeckError
@@ -235,8 +237,6 @@ def two_rows_of_final_swapped(engine: Any) -> dict[str, str]:
 
 def normed_is_final(engine: Any) -> dict[str, str]:
     """`normed` is stored, and holds what has not seen the norm."""
-    import msgspec
-
     from extractor.engine.model import host_pool
 
     taps = choose(engine.spec.taps.num_layers, normed=True)
@@ -317,8 +317,6 @@ def foreign_token(engine: Any) -> dict[str, str]:
 
 def selections(engine: Any) -> dict[str, str]:
     """Every kind of selection, one after the other in the same process, each proven."""
-    import msgspec
-
     from extractor.engine.model import host_pool
 
     n = engine.spec.taps.num_layers
@@ -380,19 +378,17 @@ def _worst(states: Any, others: Any) -> float:
 def chunks(engine: Any) -> dict[str, float]:
     """The largest per-token error of a sample in chunks against the whole, by length and size of a chunk."""
     found = {}
-    for length in (300, 301):
+    for length, sizes in ((40, (1, 7)), (300, (64, 100, 299)), (301, (64, 100, 150, 299, 300))):
         ids = _long(length)
         whole, _ = engine.forward([ids])
-        for chunk_tokens in (1, 64, 100, 150, 299, 300):
-            if length / chunk_tokens <= 50 or length == 301:
-                states = _joined(engine, ids, chunk_tokens)
-                found[f"{length} in chunks of {chunk_tokens}"] = _worst(states, whole)
+        for chunk_tokens in sizes:
+            states = _joined(engine, ids, chunk_tokens)
+            found[f"{length} in chunks of {chunk_tokens}"] = _worst(states, whole)
     return found
 
 
 def chunks_against_transformers(engine: Any) -> float:
     """The largest per-token error of a sample longer than the budget, through the call that a run makes."""
-    import msgspec
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -443,6 +439,48 @@ def device_holds_one_chunk_beside_the_next(engine: Any) -> list[int]:
     engine.capture.collect, engine.runner.prefill_next = collected, counted
     _joined(engine, _long(500), 100)
     return counts
+
+
+def queue_of_a_long_record(engine: Any) -> dict[str, Any]:
+    """Nine samples of 200 tokens and one of the largest size, with writers that wait until they must write."""
+    import threading
+
+    from extractor.engine.model import host_pool
+    from extractor.estimate import block_bytes
+
+    spec = engine.spec
+    engine.pool = host_pool(spec)
+    blocks: list[Any] = []
+    stored: list[int] = []
+    is_done = threading.Event()
+
+    def write() -> None:
+        while blocks or not is_done.is_set():
+            if blocks and (engine.pool.arena.num_waiting or is_done.is_set()):
+                block = blocks.pop(0)
+                block.wait()
+                stored.append(block.num_tokens)
+                block.release()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    geometry = Geometry(spec.geometry.max_tokens, 10_000, chunk_tokens=300)
+    engine.spec = msgspec.structs.replace(spec, geometry=geometry)
+    for length in [200] * 9 + [spec.longest_sample]:
+        blocks.append(engine.compute([_long(length)]))
+    is_done.set()
+    writer.join()
+    shape = {
+        "hidden_size": spec.hidden_size,
+        "num_taps": len(spec.taps.taps),
+        "dtype": spec.store_dtype,
+    }
+    return {
+        "stored": stored,
+        "peak": engine.pool.arena.peak_bytes,
+        "limit": spec.buffers * block_bytes(spec.geometry.max_tokens, **shape),
+        "largest": block_bytes(spec.longest_sample, **shape),
+    }
 
 
 def chunk_proof_lines(engine: Any) -> dict[str, float]:
@@ -539,15 +577,18 @@ def cache_of_another_sample(engine: Any) -> dict[str, str]:
 
 
 def cache_of_another_sample_unseen(engine: Any) -> dict[str, str]:
-    """The keys and values of the first chunk are overwritten, where no comparison looks."""
+    """Keys and values of the chunks so far are overwritten by others, where no comparison looks."""
     pool = engine.runner.model_runner.token_to_kv_pool
 
     def overwritten(forward_batch: Any, begin: int) -> None:
         row = engine.runner.model_runner.req_to_token_pool.req_to_token[forward_batch.req_pool_indices[0]]
         for layer in range(engine.spec.taps.num_layers):
             for cache in pool.get_kv_buffer(layer):
-                cache[row[:begin].long()] = cache[row[:begin].long()].roll(1, 0)
+                # Other slots of the pool still hold what a sample before left there.
+                cache[row[:begin].long()] = cache[row[:begin].long() + 500]
 
+    engine.forward([_long(512, seed=4)])
+    engine.forward([_long(512, seed=3)])
     _with_forward_batch(engine, overwritten)
     return _prove_in_chunks(engine)
 
@@ -633,6 +674,7 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
         chunks_against_transformers,
         short_samples_around_a_long_one,
         device_holds_one_chunk_beside_the_next,
+        queue_of_a_long_record,
         chunk_proof_lines,
         prefix_is_too_short,
         prefix_of_a_packed_sample,

@@ -14,6 +14,7 @@ from pathlib import Path
 from extractor.engine import worker
 from extractor.engine.capture import FlagAdapter, ListAdapter
 from extractor.engine.hostcopy import HostPool
+from extractor.engine.model import Engine
 from extractor.store import faults
 
 FLAG = Path(os.environ.get("TAPDECK_TEST_FLAG", "/nonexistent"))
@@ -58,7 +59,7 @@ def dies_of_shard_1() -> None:
 
     def begin(self, engine, shard):
         if shard.index == 1:
-            HostPool.copy = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            Engine.compute = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         work(self, engine, shard)
 
     worker.Worker._work = begin

@@ -12,21 +12,22 @@ import sys
 from pathlib import Path
 
 from extractor.engine import worker
-from extractor.engine.hostcopy import HostPool
+from extractor.engine.model import Engine
 from extractor.engine.orders import Orders
 
 
 def gate_the_batches(folder: Path) -> None:
     gate = os.open(folder / "gate", os.O_RDONLY)
-    copy, work = HostPool.copy, worker.Worker._work
+    compute, work = Engine.compute, worker.Worker._work
 
-    def when_allowed(self, states, lengths):
+    def when_allowed(self, sequences):
+        block = compute(self, sequences)
         assert os.read(gate, 1), "nobody holds the gate any more"
-        return copy(self, states, lengths)
+        return block
 
     def begin(self, engine, shard):
-        # Not before the first shard: the start-up proof copies as well.
-        HostPool.copy = when_allowed
+        # Not before the first shard: the warm-up computes as well.
+        Engine.compute = when_allowed
         work(self, engine, shard)
 
     worker.Worker._work = begin

@@ -39,11 +39,16 @@ MOE: dict[str, Any] = {
 
 
 def make(folder: Path, kind: str, dtype: str = "float32", **shape: Any) -> Path:
-    """Writes a model of one kind ("llama", "qwen3", "qwen3-moe") with seeded random weights."""
+    """Writes a model of one kind ("llama", "qwen2", "qwen3", "qwen3-moe") with seeded random weights."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-    configs = {"llama": LlamaConfig, "qwen3": Qwen3Config, "qwen3-moe": Qwen3MoeConfig}
+    configs = {
+        "llama": LlamaConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "qwen3-moe": Qwen3MoeConfig,
+    }
     extra = MOE if kind == "qwen3-moe" else {}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(configs[kind](**(BASE | extra | shape)))

@@ -2,31 +2,6 @@
 
 import pytest
 
-from tests.support import small_models
-from tests.support.engine_host import CHECKS, run_checks
-
-FLAG_ONLY = {"stale_flag", "stale_flag_unseen", "stale_flag_with_final_alone"}
-LIST_CHECKS = [name for name in CHECKS if name not in FLAG_ONLY]
-
-
-@pytest.fixture(scope="session")
-def on_qwen3(tmp_path_factory):
-    """Results of all checks on a class that captures by a list."""
-    model = small_models.make(tmp_path_factory.mktemp("qwen3"), "qwen3")
-    return run_checks(model, "float32", *LIST_CHECKS)
-
-
-@pytest.fixture(scope="session")
-def on_qwen3_moe(tmp_path_factory):
-    """Results of all checks on a class that captures by a flag on each layer."""
-    model = small_models.make(tmp_path_factory.mktemp("qwen3-moe"), "qwen3-moe")
-    return run_checks(model, "float32", *CHECKS)
-
-
-@pytest.fixture(params=["on_qwen3", "on_qwen3_moe"])
-def results(request):
-    return request.getfixturevalue(request.param)
-
 
 def test_sound_engine_passes_the_proof_exactly(results):
     assert set(results["proof_lines"]) == {
