@@ -12,14 +12,15 @@ mkdir -p "$work"
 tapdeck() { python3 -m console.cli "$@"; }
 failed=0
 
-parity() { # name model-folder conversations backend dtype layers
-  local name=$1 model=$2 data=$3 backend=$4 dtype=$5 layers=$6
+parity() { # name model-folder conversations backend dtype layers [further TOML]
+  local name=$1 model=$2 data=$3 backend=$4 dtype=$5 layers=$6 more=${7:-}
   echo "== parity $name, $backend, $dtype"
   cat > "$work/$name.toml" <<T
 model = { path = "$model", device = "cuda", dtype = "$dtype", attention_backend = "$backend" }
 data = { files = ["$data"], max_len = 1500 }
 taps = { layers = [$layers], final = true, normed = true }
 output = { dir = "$work/$name", shard_bytes = 20000000 }
+$more
 T
   tapdeck extract "$work/$name.toml" && tapdeck verify "$work/$name" --sample 16 --against transformers || failed=1
 }
@@ -34,6 +35,11 @@ if [ "$part" = PARITY ]; then
     done
   fi
   parity qwen3 "$work/qwen3" "$work/letters.jsonl" triton bfloat16 "0, 2, 4"
+  # Samples longer than a batch, in chunks that do not end where a kernel's tile does.
+  for backend in triton fa3; do
+    parity "qwen3-chunks-$backend" "$work/qwen3" "$work/letters.jsonl" "$backend" bfloat16 "0, 2, 4" \
+      "batch = { max_tokens = 300, chunk_tokens = 117 }"
+  done
   parity qwen3-moe "$work/qwen3-moe" "$work/letters.jsonl" triton bfloat16 "0, 2, 4"
 elif [ "$part" = SUPERVISED ]; then
   [ -d "$work/qwen3" ] || python3 "$here/tests/benchmarks/gpu_models.py" "$work" || exit 1
