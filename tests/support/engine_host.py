@@ -455,7 +455,8 @@ def queue_of_a_long_record(engine: Any) -> dict[str, Any]:
     is_done = threading.Event()
 
     def write() -> None:
-        while blocks or not is_done.is_set():
+        # Asked in this order: once all are computed, no further block comes.
+        while not is_done.wait(0.001) or blocks:
             if blocks and (engine.pool.arena.num_waiting or is_done.is_set()):
                 block = blocks.pop(0)
                 block.wait()
