@@ -100,15 +100,15 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def tree(model, talks):
-    """The run: three shards or more, of four batches or more each."""
+    """The run: three shards or more, of four batches or more each; the first batch is a sample in chunks."""
 
     def make(output):
         return {
             "model": {"path": str(model), "device": "cpu"},
-            "data": {"files": [str(talks([100] * 40))], "max_len": 200},
+            "data": {"files": [str(talks([100] * 4 + [600] + [100] * 36))], "max_len": 450},
             "taps": {"layers": [1, 3]},
-            "output": {"dir": str(output), "shard_bytes": 1_200_000},
-            "batch": {"max_tokens": 200},
+            "output": {"dir": str(output), "shard_bytes": 1_800_000},
+            "batch": {"max_tokens": 200, "chunk_tokens": 130},
         }
 
     return make
@@ -123,6 +123,7 @@ def start(tree, tmp_path):
         job = jobs.make(configs.build(tree(tmp_path / name), source="test"), out=Output(as_json=True))
         assert len(job.shards) >= 3
         assert min(len(shard.batches) for shard in job.shards[:2]) >= 4
+        assert job.prepared.lengths[job.shards[0].batches[0][0]] == 450
         (job.output / "shards").mkdir(parents=True)
         rank = Rank(job, tmp_path / f"rank-{len(ranks)}", **options)
         ranks.append(rank)
