@@ -198,8 +198,11 @@ class HiddenStatesGenerator:
         self._finalizer = weakref.finalize(self, self._client.close)
         try:
             ready = self._client.wait_until_ready()
-        except BaseException:
+        except BaseException as error:
             self._finalizer()
+            if isinstance(error, GeneratorError) and error.exit_code == ArgumentError.exit_code:
+                # What only the installed SGLang can tell, for example a setting that it does not have.
+                raise ArgumentError(error.message, remedy=error.remedy, code=error.code) from error
             raise
         _log.info(
             "%s: %d states per token, %s on %s, loaded in %.1f s",

@@ -180,7 +180,9 @@ class StatesClient:
                     raise
                 # Of a process that has died the remedy is that of a run.
                 remedy = AGAIN if error.code == "worker_died" else error.remedy or AGAIN
-                ours = GeneratorError(error.message, remedy=remedy, code=error.code)
+                ours = GeneratorError(
+                    error.message, remedy=remedy, code=error.code, exit_code=error.exit_code
+                )
                 for note in getattr(error, "__notes__", ()):
                     ours.add_note(note)
                 self._end(ours)
@@ -210,7 +212,9 @@ class StatesClient:
         while True:
             for report in self._replica.reports(POLL_S):
                 if isinstance(report, protocol.Failed):
-                    error = EngineError(report.message, remedy=report.remedy, code=report.code)
+                    error = EngineError(
+                        report.message, remedy=report.remedy, code=report.code, exit_code=report.exit_code
+                    )
                     error.add_note(report.trace)
                     raise error
                 if isinstance(report, protocol.Bye):

@@ -114,16 +114,14 @@ class StatesServer:
         engine = Engine(self._spec)
         # No data yet: any ids show where states come from, and at random no two sequences are alike.
         rng = np.random.default_rng(PROOF_SEED)
-        budget = self._spec.geometry.max_tokens
-        room = max(1, budget // len(sglang_compat.PROOF_LENGTHS))
+        room = max(1, self._spec.geometry.max_tokens // len(sglang_compat.PROOF_LENGTHS))
         lengths = [min(length, room) for length in sglang_compat.PROOF_LENGTHS]
         vocab_size = engine.runner.vocab_size
         lines = prove(engine, [rng.integers(vocab_size, size=n, dtype=np.int32) for n in lengths])
         if self._spec.device == "cuda":
             # Kernels are compiled, and a budget too large for the GPU fails now.
-            longest = self._spec.geometry.shard_tokens
-            full = [longest] * (budget // longest)
-            engine.forward([rng.integers(vocab_size, size=n, dtype=np.int32) for n in full])
+            lengths = fullest_batch(self._spec)
+            engine.forward([rng.integers(vocab_size, size=n, dtype=np.int32) for n in lengths])
         return engine, lines
 
     def serve(self, engine: Engine, channel: Channel) -> None:
@@ -168,6 +166,12 @@ class StatesServer:
         shape = len(self._spec.taps.taps), num_tokens, self._spec.hidden_size
         dtype = getattr(torch, self._spec.store_dtype)
         return torch.frombuffer(self._shared, dtype=dtype, count=int(np.prod(shape))).view(shape)
+
+
+def fullest_batch(spec: EngineSpec) -> list[int]:
+    """Lengths of the inputs of a batch as large as any can be; the longest input has `geometry.shard_tokens`."""
+    longest = spec.geometry.shard_tokens
+    return [longest] * min(spec.geometry.max_tokens // longest, spec.max_batch_samples)
 
 
 def _watch(caller_fd: int, spec_file: Path, endpoint: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import extractor
 from extractor import HiddenStatesGenerator, generator
+from extractor.engine.states_server import fullest_batch
 from extractor.errors import ArgumentError, GeneratorError, ModelNotFoundError, TapdeckError
 from tests.support import small_models
 
@@ -181,6 +182,52 @@ def test_auto_is_the_dtype_that_the_model_declares(spec):
 )
 def test_a_batch_holds_8192_tokens_or_the_longest_input(spec, arguments, budget):
     assert spec(**arguments).geometry.max_tokens == budget
+
+
+@pytest.mark.parametrize(("max_model_len", "lengths"), [(2048, [2047] * 4), (2, [1] * 64)])
+def test_the_fullest_batch_keeps_both_bounds_of_the_engine(spec, max_model_len, lengths):
+    made = spec(None, max_model_len)
+
+    assert fullest_batch(made) == lengths
+    assert made.max_batch_samples == 64
+
+
+def test_the_engine_does_not_see_that_its_caller_is_one_of_several_processes(model, monkeypatch):
+    started = {}
+
+    def start(make_spec, *, environment, shared_bytes):
+        started.update(environment)
+        raise Started
+
+    monkeypatch.setattr(generator, "StatesClient", start)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NCCL_PROTO", "LL128")
+    with pytest.raises(Started):
+        HiddenStatesGenerator(str(model), nccl_preset="pcie-blackwell", nccl_env={"NCCL_ALGO": "Tree"})
+
+    assert not [name for name in started if "RANK" in name or "TORCHELASTIC" in name or "MASTER" in name]
+    assert (started["NCCL_PROTO"], started["NCCL_ALGO"]) == ("LL", "Tree")
+    assert started["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_setting_that_sglang_does_not_have_is_a_value_error_too(model, monkeypatch):
+    closed = []
+
+    class Client:
+        def __init__(self, make_spec, **_):
+            pass
+
+        def wait_until_ready(self):
+            raise GeneratorError("SGLang has no such argument", code="sglang_setting", exit_code=2)
+
+        def close(self):
+            closed.append(True)
+
+    monkeypatch.setattr(generator, "StatesClient", Client)
+
+    assert refusal(model, sglang={"nonsense": 1}).code == "sglang_setting"
+    assert closed == [True]
 
 
 def test_errors_of_a_generator_are_runtime_errors():
