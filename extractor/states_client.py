@@ -46,7 +46,6 @@ class StatesClient:
 
     Attributes:
         pid: of the engine's process.
-        shared: the states of the batch in hand, see `compute`.
         vocab_size: token ids are below it; 0 before `wait_until_ready`.
     """
 
@@ -72,7 +71,7 @@ class StatesClient:
         caller_fd = os.pidfd_open(self._owner_pid)
         try:
             os.truncate(shared_fd, shared_bytes)
-            self.shared = mmap.mmap(shared_fd, shared_bytes)
+            self._shared: mmap.mmap | None = mmap.mmap(shared_fd, shared_bytes)
             fds = {"TAPDECK_STATES_FD": str(shared_fd), "TAPDECK_CALLER_FD": str(caller_fd)}
             self._replica = Replica(
                 make_spec,
@@ -88,6 +87,19 @@ class StatesClient:
             os.close(shared_fd)
             os.close(caller_fd)
         self.pid = self._replica.process.pid
+
+    @property
+    def shared(self) -> mmap.mmap:
+        """The states of the batch in hand, see `compute`.
+
+        Raises:
+            GeneratorError: the engine has ended.
+        """
+        shared = self._shared
+        if shared is None:
+            self.require_usable()
+            raise BugError("an engine that runs has no shared memory")
+        return shared
 
     def wait_until_ready(self) -> protocol.Ready:
         """Blocks until the model is loaded and its capture is proven: seconds to minutes.
@@ -148,7 +160,7 @@ class StatesClient:
             ) from self._ended
 
     def close(self) -> None:
-        """Ends the process and frees what it holds; `shared` stays readable while somebody has it.
+        """Ends the process and frees what it holds.
 
         Any thread, also from a signal handler, any number of times. In a forked process it does nothing.
         """
@@ -164,6 +176,8 @@ class StatesClient:
             # Leaving the replica ends its processes and sockets; nothing they hold is worth a polite end.
             self._replica.__exit__(None, None, None)
         shutil.rmtree(self._folder, ignore_errors=True)
+        # Not closed: a tensor over it, in another thread, holds no more than a reference.
+        self._shared = None
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
