@@ -54,7 +54,7 @@ def check(config: RunConfig) -> Facts:
         AccessError: the output folder cannot be written, an input cannot be read.
     """
     model = checkpoint.read(checkpoint.resolve(config.model.path, config.model.revision))
-    families.mechanism_of(model.architecture)
+    families.family_of(model.architecture)
     selection = taps.select(
         num_layers=model.num_layers,
         layers=config.taps.layers,

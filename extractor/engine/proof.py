@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from extractor.engine.anatomy import entering_tensor
 from extractor.errors import ProofError
 from extractor.protocol import ProofLine
 
@@ -70,17 +71,26 @@ def _run_watched(
     engine: Engine, sequences: Sequence[np.ndarray]
 ) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor], Any]:
     """One forward pass, with what enters the attention of every tapped layer and of its neighbours."""
-    layers = engine.runner.inner.layers
-    n = len(layers)
+    anatomy = engine.runner.anatomy
+    n = len(anatomy.layers)
     watched = {k + d for k in engine.spec.taps.boundaries for d in (-1, 0, 1) if 0 <= k + d < n}
     entering: dict[int, torch.Tensor] = {}
 
     def watch(index: int) -> Any:
-        def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
-            entering[index] = hidden.clone()
+        module, entry = anatomy.entry(index)
 
-        return layers[index].self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+        def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden_TH = entering_tensor(entry, args, kwargs)
+            dtype = hidden_TH.dtype if isinstance(hidden_TH, torch.Tensor) else type(hidden_TH).__name__
+            if dtype != getattr(torch, engine.spec.dtype):
+                raise ProofError(
+                    f"layer {index} is given {dtype} instead of {engine.spec.dtype}: its input norm also "
+                    "quantizes, and the proof cannot be made",
+                    remedy="use weights without static activation scales",
+                )
+            entering[index] = hidden_TH.clone()
+
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
 
     handles = [watch(index) for index in sorted(watched)]
     try:
@@ -97,7 +107,7 @@ def _run_watched(
 def _input_norm(engine: Engine, k: int, state_TH: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         # Cloned: some norm kernels write into their input.
-        normed: torch.Tensor = engine.runner.inner.layers[k].input_layernorm(state_TH.clone())
+        normed: torch.Tensor = engine.runner.anatomy.input_norm(k)(state_TH.clone())
     return normed
 
 
@@ -141,7 +151,7 @@ def _prove_last(engine: Engine, states: dict[str, torch.Tensor], prefill: Any) -
     seen_final_TH, seen_normed_TH = engine.capture.final_and_normed()
     final_TH = states.get("final", seen_final_TH)
     normed_TH = states.get("normed", seen_normed_TH)
-    norm = engine.runner.inner.norm
+    norm = engine.runner.anatomy.final_norm
     bound = NORM_BOUND[engine.spec.dtype]
     with torch.no_grad():
         error = float(token_errors(norm(final_TH.clone()), normed_TH).max())
@@ -154,7 +164,7 @@ def _prove_last(engine: Engine, states: dict[str, torch.Tensor], prefill: Any) -
                 remedy="do not use final or normed with this SGLang release; please report it",
             )
     yield ProofLine("final: its norm is normed", error, bound)
-    logits_TV = last_logits(engine.runner.model, normed_TH, prefill.forward_batch)
+    logits_TV = last_logits(engine.runner.anatomy, normed_TH, prefill.forward_batch)
     logits_error = float(token_errors(logits_TV, prefill.last_logits).max())
     if not logits_error <= LOGITS_BOUND[engine.spec.dtype]:
         raise ProofError(

@@ -148,13 +148,13 @@ def one_tap_missing(engine: Any) -> dict[str, str]:
 
 def stale_flag(engine: Any) -> dict[str, str]:
     """What SGLang's own setter leaves behind when layers change."""
-    engine.runner.inner.layers[5]._is_layer_to_capture = True
+    engine.runner.anatomy.layers[5]._is_layer_to_capture = True
     return outcome(lambda: engine.forward(sequences()))
 
 
 def stale_flag_unseen(engine: Any) -> dict[str, str]:
     """The same flag, set after the adapter has looked."""
-    engine.runner.inner.layers[5]._is_layer_to_capture = True
+    engine.runner.anatomy.layers[5]._is_layer_to_capture = True
     engine.capture._adapter.active = lambda: engine.capture._boundaries
     return outcome(lambda: engine.forward(sequences()))
 
@@ -162,7 +162,7 @@ def stale_flag_unseen(engine: Any) -> dict[str, str]:
 def stale_flag_with_final_alone(engine: Any) -> dict[str, str]:
     """No tap below the last boundary, so nothing may come back."""
     engine.capture.set_taps(choose(engine.spec.taps.num_layers, ()))
-    engine.runner.inner.layers[5]._is_layer_to_capture = True
+    engine.runner.anatomy.layers[5]._is_layer_to_capture = True
     engine.capture._adapter.active = tuple
     return outcome(lambda: engine.forward(sequences()))
 
