@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from extractor import checkpoint
 from extractor.engine import sglang_compat
@@ -25,6 +27,7 @@ from extractor.taps import TapSelection, select
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (1, 3)
+DONE = "done: "
 
 
 def run_checks(model: Path, dtype: str, *checks: str) -> dict[str, Any]:
@@ -34,6 +37,27 @@ def run_checks(model: Path, dtype: str, *checks: str) -> dict[str, Any]:
     if done.returncode:
         raise AssertionError(done.stdout[-2000:] + done.stderr[-4000:])
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_many(
+    jobs: dict[str, tuple[Path, str, tuple[str, ...]]],
+) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Runs checks on several models: one process that imports SGLang, which forks one per model.
+
+    Args:
+        jobs: name -> (model folder, dtype, checks).
+
+    Yields:
+        Name and results, as they come; the end of what it wrote instead, where a process failed.
+    """
+    lines = [[name, str(model), dtype, *checks] for name, (model, dtype, checks) in jobs.items()]
+    command = [sys.executable, "-m", "tests.support.engine_host", "--many", json.dumps(lines)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(DONE):
+                name, results = json.loads(line.removeprefix(DONE))
+                yield name, results
 
 
 def spec_for(model: Path, dtype: str, taps: TapSelection) -> EngineSpec:
@@ -71,17 +95,68 @@ def choose(num_layers: int, layers: tuple[int, ...] = LAYERS, **flags: bool) -> 
 
 
 def main() -> None:
-    model, dtype, *checks = sys.argv[1:]
+    if sys.argv[1] == "--many":
+        serve_many(json.loads(sys.argv[2]))
+    else:
+        model, dtype, *checks = sys.argv[1:]
+        sglang_compat.prepare_process("cpu")
+        print(json.dumps(check(model, dtype, checks)))
+
+
+def serve_many(jobs: list[list[str]]) -> None:
+    """One forked process per model, so that SGLang's many modules are imported once."""
     sglang_compat.prepare_process("cpu")
+    import sglang.benchmark.one_batch
+    import sglang.srt.models.registry  # noqa: F401 -- imports every model class
+
+    for name, model, dtype, *checks in jobs:
+        folder = Path(model)
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            run_forked(folder, dtype, checks)
+        _, status = os.waitpid(child, 0)
+        results = (folder / "log").read_text()[-4000:]
+        if not status:
+            results = json.loads((folder / "results.json").read_text())
+        print(DONE + json.dumps([name, results]), flush=True)
+
+
+def run_forked(folder: Path, dtype: str, checks: list[str]) -> NoReturn:
+    """Never returns: what the parent holds is not ours to close."""
+    with (folder / "log").open("wb") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    status = 1
+    try:
+        (folder / "results.json").write_text(json.dumps(check(str(folder), dtype, checks)))
+        status = 0
+    except BaseException:  # noqa: BLE001 -- the border of the process: all of it goes into the log
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def check(model: str, dtype: str, checks: list[str]) -> dict[str, Any]:
+    """Loads a model and runs the checks on it."""
     from extractor.engine.model import Engine
 
+    serve_latent_attention()
     num_layers = checkpoint.read(Path(model)).num_layers
     engine = Engine(spec_for(Path(model), dtype, choose(num_layers)))
     results = {}
     for name in checks:
         with restored(engine):
             results[name] = CHECKS[name](engine)
-    print(json.dumps(results))
+    return results
+
+
+def serve_latent_attention() -> None:
+    """Latent attention (DeepSeek) on the CPU: SGLang has the method for it, and no CPU backend registered."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
 
 
 @contextlib.contextmanager
@@ -92,6 +167,8 @@ def restored(engine: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        # Hooks that a check has left on the model are not among the attributes.
+        type(engine.capture._adapter).set(engine.capture._adapter, ())
         for part, attributes in zip(parts, before, strict=True):
             vars(part).clear()
             vars(part).update(attributes)
@@ -104,6 +181,14 @@ def sequences() -> list[Any]:
 
     rng = np.random.default_rng(0)
     return [rng.integers(4, 500, length, dtype=np.int32) for length in (40, 40, 9)]
+
+
+def mixed_sequences() -> list[Any]:
+    """Five token id arrays of very different lengths, one of them a single token."""
+    import numpy as np
+
+    rng = np.random.default_rng(1)
+    return [rng.integers(4, 500, length, dtype=np.int32) for length in (61, 1, 130, 17, 40)]
 
 
 def outcome(action: Callable[[], Any]) -> dict[str, str]:
@@ -362,6 +447,29 @@ def taps_changed_between_batches(engine: Any) -> dict[str, bool]:
     return {name: bool(torch.equal(first[name], second[name])) for name in ("layer_003", "final")}
 
 
+def every_boundary(engine: Any) -> dict[str, Any]:
+    """All boundaries and `normed` of a batch of mixed lengths, into `states.safetensors` of the model folder.
+
+    Returns the proof's lines, and how far each tap of a sample alone is from itself in the batch.
+    """
+    from safetensors.torch import save_file
+
+    from extractor.engine.proof import token_errors
+
+    n = engine.spec.taps.num_layers
+    lines = engine.set_taps(choose(n, tuple(range(n)), embed=True, normed=True), mixed_sequences())
+    states, _ = engine.forward(mixed_sequences())
+    states = {name: state.clone() for name, state in states.items()}
+    save_file(states, Path(engine.spec.model_folder) / "states.safetensors")
+    worst, start = 0.0, 0
+    for ids in mixed_sequences():
+        alone, _ = engine.forward([ids])
+        rows = {name: state[start : start + len(ids)] for name, state in states.items()}
+        worst = max(worst, *(float(token_errors(alone[name], rows[name]).max()) for name in rows))
+        start += len(ids)
+    return {"proof": {line.subject: line.max_rel_err for line in lines}, "alone": worst}
+
+
 def verdicts(engine: Any) -> list[str | None]:
     """Values that may not be stored, in the second and third sample."""
     states, _ = engine.forward(sequences())
@@ -399,6 +507,7 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
         foreign_token,
         selections,
         taps_changed_between_batches,
+        every_boundary,
         verdicts,
     )
 }
