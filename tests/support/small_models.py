@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 TOKENIZER = Path(__file__).parents[1] / "data/cases/_common/tok"
 TEMPLATE = (
@@ -95,6 +95,7 @@ class Kind(NamedTuple):
         settings: what differs from `BASE`; the settings of the text model where `is_nested`.
         is_nested: a model that also sees images; `vision` is its other part.
         added: keys of config.json that SGLang needs and transformers does not know.
+        runs_on: where SGLang can run it; what runs on the CPU also runs on CUDA.
     """
 
     architecture: str
@@ -103,6 +104,7 @@ class Kind(NamedTuple):
     is_nested: bool = False
     vision: Mapping[str, Any] = NOTHING
     added: Mapping[str, Any] = NOTHING
+    runs_on: Literal["cpu", "cuda"] = "cpu"
 
 
 DEEPSEEK = ROUTED | LATENT | {"rope_parameters": YARN, "routed_scaling_factor": 1.5}
