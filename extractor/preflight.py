@@ -55,6 +55,8 @@ def check(config: RunConfig) -> Facts:
     """
     model = checkpoint.read(checkpoint.resolve(config.model.path, config.model.revision))
     families.family_of(model.architecture)
+    if config.taps.as_served:
+        families.check_served(model.architecture, device_of(config))
     selection = taps.select(
         num_layers=model.num_layers,
         layers=config.taps.layers,
@@ -62,6 +64,7 @@ def check(config: RunConfig) -> Facts:
         final=config.taps.final,
         normed=config.taps.normed,
         convention=config.taps.convention,
+        as_served=config.taps.as_served,
     )
     _check_parallel(config)
     sglang_args.check(config.model.sglang)

@@ -34,6 +34,7 @@ class Capture:
     def __init__(self, anatomy: Anatomy, *, hidden_size: int, dtype: torch.dtype) -> None:
         self._anatomy = anatomy
         self._adapter = adapter_for(anatomy)
+        self._as_served = False
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._taps: TapSelection | None = None
@@ -66,6 +67,10 @@ class Capture:
                 f"the model has {n} layers, its config.json says {taps.num_layers}",
                 remedy="use the config.json that belongs to these weights",
             )
+        if taps.as_served != self._as_served:
+            self._adapter.set(())
+            self._adapter = adapter_for(self._anatomy, as_served=taps.as_served)
+            self._as_served = taps.as_served
         self._taps = taps
         self._boundaries = tuple(k for k in taps.boundaries if 0 < k < n)
         self._adapter.set(self._boundaries)

@@ -69,7 +69,7 @@ class Engine:
         try:
             self.capture.set_taps(taps)
             self.spec = msgspec.structs.replace(before, taps=taps)
-            if len(taps.taps) > len(before.taps.taps):
+            if len(taps.taps) > pool.num_taps:
                 # Blocks on their way to the disk give their buffers back to the earlier pool.
                 self.pool = self._new_pool(len(taps.taps))
             return prove(self, sequences)

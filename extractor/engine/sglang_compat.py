@@ -223,9 +223,11 @@ class Prefill:
     Attributes:
         last_logits: [sequences, vocabulary], the logits of each last token.
         forward_batch: SGLang's `ForwardBatch`, for recomputing the logits in the proof.
+        logits_output: SGLang's whole answer.
     """
 
     def __init__(self, logits_output: Any, forward_batch: Any) -> None:
+        self.logits_output = logits_output
         self.last_logits: torch.Tensor = logits_output.next_token_logits
         self.forward_batch = forward_batch
 
