@@ -52,7 +52,7 @@ def test_rows_are_chosen_by_name_and_all_is_what_needs_no_other_kernels():
     assert parse(["w"]).names[0] == "kimi"
     assert "qwen3-fa3" not in parse(["w"]).names
     with pytest.raises(SystemExit):
-        parse(["w", "lama"])
+        parse(["w", "no-such-row"])
 
 
 def test_the_last_error_of_a_log_is_what_is_told():
