@@ -122,7 +122,13 @@ KINDS: dict[str, Kind] = {
         "GptOssForCausalLM",
         "GptOssConfig",
         WINDOW
-        | {"num_local_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 2048, "head_dim": 64},
+        | {
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 2048,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+        },
     ),
     "gemma3": Kind(
         "Gemma3ForCausalLM",
