@@ -99,6 +99,8 @@ class TapsSection(Section):
     final: bool = True
     normed: bool = False
     convention: Literal["after", "before"] = "after"
+    as_served: bool = False
+    """Store what SGLang's own capture gives; it is not the residual stream in every class (docs/models.md)."""
 
 
 class OutputSection(Section):

@@ -54,7 +54,9 @@ def check(config: RunConfig) -> Facts:
         AccessError: the output folder cannot be written, an input cannot be read.
     """
     model = checkpoint.read(checkpoint.resolve(config.model.path, config.model.revision))
-    families.mechanism_of(model.architecture)
+    families.family_of(model.architecture)
+    if config.taps.as_served:
+        families.check_served(model.architecture, device_of(config))
     selection = taps.select(
         num_layers=model.num_layers,
         layers=config.taps.layers,
@@ -62,6 +64,7 @@ def check(config: RunConfig) -> Facts:
         final=config.taps.final,
         normed=config.taps.normed,
         convention=config.taps.convention,
+        as_served=config.taps.as_served,
     )
     _check_parallel(config)
     sglang_args.check(config.model.sglang)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from extractor import folders, plan, preflight
+from extractor import families, folders, plan, preflight
 from extractor.commands.prepare import ProgressNotes
 from extractor.config import RunConfig
 from extractor.dataset.prepare import prepare
@@ -112,7 +112,16 @@ def describe_taps(facts: Facts) -> Sequence[str]:
         f' ids "before" (vLLM, speculators >= 0.5): {list(taps.ids("before"))}',
         f"  draft model configuration: SGLang {list(taps.auxiliary_ids('after'))},"
         f" vLLM {list(taps.auxiliary_ids('before'))}",
+        *([_describe_served(facts)] if taps.as_served else []),
     )
+
+
+def _describe_served(facts: Facts) -> str:
+    words = {
+        "boundary": "the residual stream, as without it",
+        "branch": "the last branch's output WITHOUT the residual",
+    }
+    return f"  as served by SGLang: {words[families.family_of(facts.model.architecture).served]}"
 
 
 def engine_spec(job: Job, endpoint: str, *, start: str = "") -> EngineSpec:
@@ -290,7 +299,7 @@ def _manifest(
         data=_data_record(config),
         mask=config.data.mask.model_dump(),
         geometry=geometry,
-        taps=TapsRecord.of(facts.taps),
+        taps=TapsRecord.of(facts.taps, served=families.family_of(facts.model.architecture).served),
         dtype=facts.store_dtype,
         compute_dtype=facts.dtype,
         device=facts.device,

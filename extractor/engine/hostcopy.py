@@ -46,6 +46,7 @@ class HostPool:
         dtype: torch.dtype,
         device: str,
     ) -> None:
+        self.num_taps = num_taps
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]  # torch ships none

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from extractor.engine.capture import Capture
 from extractor.engine.hostcopy import HostPool
+from extractor.engine.proof import prove
 from extractor.engine.sglang_compat import Runner
 from extractor.errors import EngineError
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from extractor.engine.sglang_compat import Prefill
-    from extractor.protocol import EngineSpec
+    from extractor.protocol import EngineSpec, ProofLine
+    from extractor.taps import TapSelection
 
 
 class Engine:
@@ -43,16 +46,46 @@ class Engine:
         self.spec = spec
         self.runner = Runner(spec)
         self.capture = Capture(
-            self.runner.model, hidden_size=spec.hidden_size, dtype=getattr(torch, spec.dtype)
+            self.runner.anatomy, hidden_size=spec.hidden_size, dtype=getattr(torch, spec.dtype)
         )
         self.capture.set_taps(spec.taps)
-        self.pool = HostPool(
-            num_buffers=spec.buffers,
-            num_taps=len(spec.taps.taps),
-            max_tokens=spec.geometry.max_tokens,
-            hidden_size=spec.hidden_size,
-            dtype=getattr(torch, spec.store_dtype),
-            device=spec.device,
+        self.pool = self._new_pool(len(spec.taps.taps))
+
+    def set_taps(self, taps: TapSelection, sequences: Sequence[np.ndarray]) -> tuple[ProofLine, ...]:
+        """Changes what is captured from the next batch on, and proves it; between two batches.
+
+        Args:
+            taps: the new selection.
+            sequences: two or more token id arrays that differ, int32 [t] each, for the proof.
+
+        Returns:
+            The checks of the proof with their errors.
+
+        Raises:
+            ProofError: a check failed. The earlier taps are in force again.
+            CaptureError: SGLang does not capture what was asked for. The earlier taps are in force again.
+        """
+        before, pool = self.spec, self.pool
+        try:
+            self.capture.set_taps(taps)
+            self.spec = msgspec.structs.replace(before, taps=taps)
+            if len(taps.taps) > pool.num_taps:
+                # Blocks on their way to the disk give their buffers back to the earlier pool.
+                self.pool = self._new_pool(len(taps.taps))
+            return prove(self, sequences)
+        except BaseException:
+            self.spec, self.pool = before, pool
+            self.capture.set_taps(before.taps)
+            raise
+
+    def _new_pool(self, num_taps: int) -> HostPool:
+        return HostPool(
+            num_buffers=self.spec.buffers,
+            num_taps=num_taps,
+            max_tokens=self.spec.geometry.max_tokens,
+            hidden_size=self.spec.hidden_size,
+            dtype=getattr(torch, self.spec.store_dtype),
+            device=self.spec.device,
         )
 
     def forward(self, sequences: Sequence[np.ndarray]) -> tuple[dict[str, torch.Tensor], Prefill]:

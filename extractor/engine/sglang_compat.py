@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from extractor import sglang_args
+from extractor.engine.anatomy import Anatomy
 from extractor.errors import BugError, ConfigError, EngineError
 from extractor.families import VERIFIED_RELEASES
 
@@ -123,8 +124,8 @@ class Runner:
 
     Attributes:
         model_runner: SGLang's `ModelRunner`.
-        model: the wrapper class, for example `LlamaForCausalLM`.
-        inner: the model inside it, which owns the layers and the final norm.
+        model: the loaded class, for example `LlamaForCausalLM`.
+        anatomy: where its layers, norms and head are.
         vocab_size: ids of tokens are below it.
         settings: SGLang settings in force that change numbers, for dataset.json.
     """
@@ -139,7 +140,7 @@ class Runner:
         bench_runner, _ = one_batch.load_model(args, ports, 0, 0)
         self.model_runner = bench_runner.torch_runner
         self.model: Any = self.model_runner.model
-        self.inner: Any = self.model.model
+        self.anatomy = Anatomy(self.model)
         self.vocab_size = int(self.model_runner.model_config.vocab_size)
         self._page_size = _resolved(args, "page_size") or 1
         self.settings = {
@@ -202,7 +203,7 @@ class Runner:
         return batch
 
     def _forward_batch(self, batch: Any) -> Any:
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
         if batch.input_ids is None:
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device, non_blocking=True)
@@ -210,7 +211,10 @@ class Runner:
         keywords = {}
         if "return_hidden_states_before_norm" in inspect.signature(ForwardBatch.init_new).parameters:
             keywords["return_hidden_states_before_norm"] = False
-        return ForwardBatch.init_new(batch, self.model_runner, **keywords)
+        forward_batch = ForwardBatch.init_new(batch, self.model_runner, **keywords)
+        if self.anatomy.family.needs_capture_mode:
+            forward_batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        return forward_batch
 
 
 class Prefill:
@@ -219,19 +223,21 @@ class Prefill:
     Attributes:
         last_logits: [sequences, vocabulary], the logits of each last token.
         forward_batch: SGLang's `ForwardBatch`, for recomputing the logits in the proof.
+        logits_output: SGLang's whole answer.
     """
 
     def __init__(self, logits_output: Any, forward_batch: Any) -> None:
+        self.logits_output = logits_output
         self.last_logits: torch.Tensor = logits_output.next_token_logits
         self.forward_batch = forward_batch
 
 
-def last_logits(model: Any, normed_TH: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+def last_logits(anatomy: Anatomy, normed_TH: torch.Tensor, forward_batch: Any) -> torch.Tensor:
     """The logits of each sequence's last token, from given normed states, by the model's own processor."""
     import torch
 
     with torch.no_grad():
-        output = model.logits_processor(forward_batch.input_ids, normed_TH, model.lm_head, forward_batch)
+        output = anatomy.logits_processor(forward_batch.input_ids, normed_TH, anatomy.head, forward_batch)
     logits: torch.Tensor = output.next_token_logits
     return logits
 

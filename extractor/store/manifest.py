@@ -60,6 +60,9 @@ class TapsRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ids_after: ids of the boundaries where id v means "after layer v" (`embed` is -1).
         ids_before: the same where id k means B(k).
         draft_config: server -> the auxiliary layer ids its draft model's configuration lists.
+        as_served: the layers between hold what SGLang's own capture gives (`taps.as_served`).
+        holds: what that is: `boundary`, the residual stream B(k); or `branch`, the output of the last branch
+            before it without the residual.
     """
 
     taps: tuple[Tap, ...]
@@ -67,10 +70,17 @@ class TapsRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ids_after: tuple[int, ...]
     ids_before: tuple[int, ...]
     draft_config: dict[str, tuple[int, ...]]
+    as_served: bool = False
+    holds: Literal["boundary", "branch"] = "boundary"
 
     @classmethod
-    def of(cls, selection: TapSelection) -> TapsRecord:
-        """The record of a selection."""
+    def of(cls, selection: TapSelection, *, served: Literal["boundary", "branch"] = "boundary") -> TapsRecord:
+        """The record of a selection.
+
+        Args:
+            selection: the taps.
+            served: what SGLang's own capture gives in this class.
+        """
         return cls(
             taps=selection.taps,
             is_default=selection.is_default,
@@ -81,6 +91,8 @@ class TapsRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "sglang": selection.auxiliary_ids("after"),
                 "vllm": selection.auxiliary_ids("before"),
             },
+            as_served=selection.as_served,
+            holds=served if selection.as_served else "boundary",
         )
 
 
@@ -212,6 +224,9 @@ def identity(manifest: Manifest) -> dict[str, Any]:
         "attention_backend": manifest.attention_backend,
         "model.sglang": manifest.sglang_args,
     }
+    if manifest.taps.as_served:
+        # Under the same names other tensors: such shards never mix with those of a usual run.
+        parts["taps.holds"] = manifest.taps.holds
     return dict(_flatten(msgspec.to_builtins(parts), ""))
 
 

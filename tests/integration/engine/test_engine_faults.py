@@ -6,7 +6,10 @@ from tests.support import small_models
 from tests.support.engine_host import CHECKS, run_checks
 
 FLAG_ONLY = {"stale_flag", "stale_flag_unseen", "stale_flag_with_final_alone"}
-LIST_CHECKS = [name for name in CHECKS if name not in FLAG_ONLY]
+# Of other tests: what needs more layers, or hooks instead of SGLang's own capture.
+ELSEWHERE = {"taps_in_turn", "stored_bytes", "every_boundary", "input_norm_hook_removed"}
+FLAG_CHECKS = [name for name in CHECKS if name not in ELSEWHERE]
+LIST_CHECKS = [name for name in FLAG_CHECKS if name not in FLAG_ONLY]
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +23,7 @@ def on_qwen3(tmp_path_factory):
 def on_qwen3_moe(tmp_path_factory):
     """Results of all checks on a class that captures by a flag on each layer."""
     model = small_models.make(tmp_path_factory.mktemp("qwen3-moe"), "qwen3-moe")
-    return run_checks(model, "float32", *CHECKS)
+    return run_checks(model, "float32", *FLAG_CHECKS)
 
 
 @pytest.fixture(params=["on_qwen3", "on_qwen3_moe"])
@@ -114,6 +117,38 @@ def test_padded_rows_are_refused(results):
 
 def test_final_norm_that_ran_twice_is_refused(results):
     assert results["norm_runs_twice"]["code"] == "final_norm_calls"
+
+
+def test_removed_hook_on_the_final_norm_is_named(results):
+    assert results["norm_hook_removed"]["code"] == "final_norm_calls"
+    assert "ran 0 times" in results["norm_hook_removed"]["message"]
+
+
+def test_path_that_passes_by_the_final_norm_is_named(results):
+    assert results["final_norm_passed_by"]["code"] == "final_norm_calls"
+    assert "a fused path passes it by" in results["final_norm_passed_by"]["message"]
+
+
+def test_switch_left_off_is_named(results):
+    assert results["switch_left_off"]["code"] == "capture_switch"
+    assert "is off while some boundaries are captured" in results["switch_left_off"]["message"]
+
+
+def test_cached_prefix_is_refused(results):
+    assert results["cached_prefix"]["code"] == "batch_tokens"
+    assert "after cached prefixes [4, 0, 0]" in results["cached_prefix"]["message"]
+
+
+def test_taps_that_cannot_be_proven_leave_the_earlier_ones_in_force(results):
+    assert results["taps_that_cannot_be_proven"]["error"] == "ProofError"
+    assert "captured one layer early" in results["taps_that_cannot_be_proven"]["message"]
+    assert results["taps_that_cannot_be_proven"]["is_as_before"]
+
+
+def test_as_served_is_the_boundary_and_said_so(results):
+    served = results["as_served"]
+    assert "layer_001: as served, and that is B(2): enters layer 2" in served["proof"]
+    assert set(served["from boundary"].values()) == set(served["switched back"].values()) == {0}
 
 
 def test_other_dtype_than_declared_is_refused(results):
