@@ -59,6 +59,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
         num_attention_heads: query heads, when stated.
         num_key_value_heads: heads of the KV cache, when stated or implied by `num_attention_heads`.
         head_dim: size of a head, when stated or implied.
+        intermediate_size: units of a dense MLP, when stated.
+        moe_intermediate_size: units of one expert, when stated.
+        num_experts: routed experts of a layer, when stated.
     """
 
     folder: Path
@@ -77,6 +80,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    intermediate_size: int | None = None
+    moe_intermediate_size: int | None = None
+    num_experts: int | None = None
 
 
 def resolve(path: str, revision: str | None = None) -> Path:
@@ -141,6 +147,9 @@ def read(folder: Path) -> Checkpoint:
         num_attention_heads=heads,
         num_key_value_heads=_optional_int(text, "num_key_value_heads") or heads,
         head_dim=head_dim,
+        intermediate_size=_optional_int(text, "intermediate_size"),
+        moe_intermediate_size=_optional_int(text, "moe_intermediate_size"),
+        num_experts=_optional_int(text, "num_experts", "n_routed_experts", "num_local_experts"),
     )
 
 

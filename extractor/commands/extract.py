@@ -264,8 +264,9 @@ def _compute(
             keep_fds=() if held.lock_fd is None else (held.lock_fd,),
         ) as replica,
     ):
-        held.add_worker(replica.process.pid)
-        out.note(f"worker: pid {replica.process.pid}, log {replica.log}")
+        for pid in replica.pids:
+            held.add_worker(pid)
+        out.note(f"worker: pid {', '.join(map(str, replica.pids))}, log {replica.log}")
         watcher = _Watcher(job, held, progress, stop, out)
         outcome = ForegroundRun(replica, found.to_do, events=events, watcher=watcher, stop=stop).run()
         events.add(Event.STOPPED if outcome.was_stopped else Event.FINISHED, shards=len(outcome.done))

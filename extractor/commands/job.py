@@ -147,6 +147,7 @@ def engine_spec(job: Job, endpoint: str, *, start: str = "") -> EngineSpec:
         writer_threads=config.writer.threads,
         buffers=config.writer.buffers,
         endpoint=endpoint,
+        tp=config.model.tp,
     )
 
 
@@ -219,6 +220,7 @@ def require_same_settings(config: RunConfig, facts: Facts) -> None:
         device=facts.device,
         attention_backend=config.model.attention_backend,
         sglang_args=config.model.sglang,
+        tp=config.model.tp,
     )
     manifests.require_same(old, now, output)
 
@@ -296,6 +298,7 @@ def _manifest(
         device=facts.device,
         attention_backend=config.model.attention_backend,
         sglang_args=config.model.sglang,
+        tp=config.model.tp,
         totals=Totals(
             samples=len(prepared),
             tokens=int(prepared.lengths.sum()),

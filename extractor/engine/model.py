@@ -12,6 +12,7 @@ import torch
 
 from extractor.engine.capture import Capture
 from extractor.engine.hostcopy import HostPool
+from extractor.engine.lockstep import Alone
 from extractor.engine.sglang_compat import Runner
 from extractor.errors import EngineError
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from extractor.engine.lockstep import Lockstep
     from extractor.engine.sglang_compat import Prefill
     from extractor.protocol import EngineSpec
 
@@ -29,19 +31,28 @@ class Engine:
 
     Attributes:
         spec: what it was started from.
+        rank: of this process within its replica.
+        lockstep: the other ranks.
         runner: the SGLang runner.
         capture: the taps.
         pool: host buffers for the states of batches.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
-        """Loads the weights; takes seconds to minutes.
+    def __init__(self, spec: EngineSpec, rank: int = 0, lockstep: Lockstep | None = None) -> None:
+        """Loads the weights; takes seconds to minutes. On all ranks of a replica at the same time.
+
+        Args:
+            spec: of the replica.
+            rank: of this process.
+            lockstep: the other ranks; None: there are none.
 
         Raises:
             EngineError: SGLang refuses the model or a setting.
         """
         self.spec = spec
-        self.runner = Runner(spec)
+        self.rank = rank
+        self.lockstep = lockstep or Alone()
+        self.runner = Runner(spec, rank, self.lockstep)
         self.capture = Capture(
             self.runner.model, hidden_size=spec.hidden_size, dtype=getattr(torch, spec.dtype)
         )
@@ -53,6 +64,7 @@ class Engine:
             hidden_size=spec.hidden_size,
             dtype=getattr(torch, spec.store_dtype),
             device=spec.device,
+            own=slice(rank, None, spec.tp),
         )
 
     def forward(self, sequences: Sequence[np.ndarray]) -> tuple[dict[str, torch.Tensor], Prefill]:
