@@ -95,6 +95,8 @@ def _share_processors(rank: int, tp: int) -> None:
     shares = [available[number::tp] or available for number in range(tp)]
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, own)) for own in shares))
     os.environ.setdefault("OMP_NUM_THREADS", str(len(shares[rank])))
+    # With several ranks SGLang compiles parts of its embedding, which needs a C++ compiler and half a minute.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     # SGLang would load NCCL beside gloo, which needs a driver; where it finds no library it does without.
     os.environ["SGLANG_NCCL_SO_PATH"] = "/nonexistent/no-nccl-on-the-cpu"
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from extractor.engine.lockstep import Lockstep
     from extractor.engine.model import Engine
     from extractor.store.shard import ShardRecord, ShardWriter
+    from extractor.store.shares import Share
 
 
 SHARD_SHARE = 0.75
@@ -70,7 +71,7 @@ class Worker:
         lengths = self._samples.lengths[: spec.num_samples].tolist()
         self._plan = plan_shards(lengths, spec.geometry)
         self._writers = WriterPool(
-            spec.writer_threads, self._on_commit, self._on_error, on_share=lambda share: self._lockstep.hand_over(share)
+            spec.writer_threads, self._on_commit, self._on_error, on_share=self._hand_over
         )
         self._lockstep: Lockstep = Alone()
 
@@ -192,6 +193,9 @@ class Worker:
                 num_ranks=self._num_writing,
             )
         )
+
+    def _hand_over(self, share: Share) -> None:
+        self._lockstep.hand_over(share)
 
     def _on_commit(self, record: ShardRecord) -> None:
         self._channel.send(
