@@ -159,11 +159,15 @@ class Replica:
         Args:
             wait: return when they are gone.
         """
-        # All first: freeing the memory of many GPUs takes seconds each.
-        for process in self.processes:
+        # Nobody is waited for before all are told: freeing the memory of a GPU takes seconds.
+        if not self._ranks:
+            return
+        *others, last = self.processes
+        for process in others:
             process.kill(wait=False)
+        last.kill(wait=wait)
         if wait:
-            for process in self.processes:
+            for process in others:
                 process.kill()
 
     def send(self, request: AnyRequest) -> None:
