@@ -162,8 +162,12 @@ class Runner:
             ConfigError: SGLang has no such setting.
             EngineError: SGLang turned on what capture cannot live with.
         """
+        import torch
         from sglang.benchmark import one_batch
 
+        if spec.device == "cpu" and spec.tp > 1:
+            # Also where torch was loaded before `prepare_process` could say so.
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self._one_batch = one_batch
         args = _server_args(spec)
         ports = _publish(args, rank)
