@@ -64,6 +64,7 @@ def check(config: RunConfig) -> Facts:
         convention=config.taps.convention,
     )
     _check_parallel(config, model)
+    _check_gpus(config)
     sglang_args.check(config.model.sglang)
     _check_lengths(config, model)
     _check_inputs(config)
@@ -147,6 +148,33 @@ def _check_parallel(config: RunConfig, model: Checkpoint) -> None:
             )
 
 
+def _check_gpus(config: RunConfig) -> None:
+    tp, gpus = config.model.tp, config.model.gpus
+    if device_of(config) != "cuda":
+        return
+    if gpus is not None and (len(gpus) != tp or len(set(gpus)) != tp):
+        raise PreflightError(
+            f"model.gpus = {list(gpus)}: {tp} different GPUs are needed, one for each of the model.tp = {tp} ranks",
+            remedy="name as many GPUs as ranks, or change model.tp",
+            code="unsupported_parallel",
+        )
+    visible = _num_visible_gpus()
+    if gpus is None and visible is not None and visible < tp:
+        raise PreflightError(
+            f"model.tp = {tp}: {visible} GPUs are visible here, one for each rank is needed",
+            remedy=f"set model.tp = {max(visible, 1)}, or let the process see more (CUDA_VISIBLE_DEVICES)",
+            code="unsupported_parallel",
+        )
+
+
+def _num_visible_gpus() -> int | None:
+    """GPUs that a rank would see; None when that cannot be said without the driver."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([name for name in chosen.split(",") if name.strip()])
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or None
+
+
 def _ep_size(config: RunConfig) -> int:
     size = config.model.sglang.get("ep_size", 1)
     return size if isinstance(size, int) and size > 0 else 1
@@ -158,7 +186,9 @@ def _possible_tp(model: Checkpoint) -> list[int]:
     return [
         tp
         for tp in (1, 2, 4, 8, 16)
-        if all(not number or number % tp == 0 for number in (model.num_attention_heads, model.intermediate_size))
+        if all(
+            not number or number % tp == 0 for number in (model.num_attention_heads, model.intermediate_size)
+        )
         and (not kv_heads or kv_heads % tp == 0 or tp % kv_heads == 0)
     ]
 

@@ -243,7 +243,11 @@ def _compute(
     launcher: Launcher,
 ) -> Outcome:
     environment, variables = worker_environment(
-        os.environ, job.config.nccl, device=job.facts.device, package_root=PACKAGE_ROOT
+        os.environ,
+        job.config.nccl,
+        device=job.facts.device,
+        package_root=PACKAGE_ROOT,
+        gpus=job.config.model.gpus,
     )
     for variable in variables:
         out.note(f"environment: {variable.name}={variable.value} (from {variable.origin})")

@@ -28,7 +28,14 @@ class _Buffer:
     """Host memory for one batch; pinned when the states come from CUDA."""
 
     def __init__(
-        self, num_taps: int, num_own: int, max_tokens: int, hidden_size: int, dtype: torch.dtype, *, pinned: bool
+        self,
+        num_taps: int,
+        num_own: int,
+        max_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        *,
+        pinned: bool,
     ) -> None:
         self.states = torch.empty(num_own * max_tokens * hidden_size, dtype=dtype, pin_memory=pinned)
         self.absmax = torch.empty(num_taps * max_tokens, dtype=torch.float32, pin_memory=pinned)

@@ -109,7 +109,9 @@ def _prove_same_on_all_ranks(engine: Engine, states: dict[str, torch.Tensor]) ->
     for rank, theirs in enumerate(others, 1):
         for name, data in first.items():
             if theirs[name] != data:
-                raise ProofError(_name_difference(engine, name, rank, theirs[name], data), remedy=_RANKS_REMEDY)
+                raise ProofError(
+                    _name_difference(engine, name, rank, theirs[name], data), remedy=_RANKS_REMEDY
+                )
     # Nobody goes on into the next collective before the verdict.
     engine.lockstep.agree("captured states are the same", lambda: True)
     yield ProofLine(f"all taps: the same on {engine.spec.tp} ranks", 0.0, 0.0)

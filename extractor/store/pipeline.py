@@ -161,7 +161,6 @@ class WriterPool:
             self._num_working += 1
             return self._ready.popleft()
 
-
     def _awaits_shares(self) -> bool:
         return any(shard.state is ShardState.FINISHING for shard in self._shards)
 

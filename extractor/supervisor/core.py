@@ -487,9 +487,7 @@ class Supervisor:
             raise BugError(f"a rank speaks before the run was prepared: {report!r}")
         match report:
             case protocol.Hello():
-                self.events.add(
-                    Event.STARTED, pid=report.pid, start_time=report.start_time, rank=report.rank
-                )
+                self.events.add(Event.STARTED, pid=report.pid, start_time=report.start_time, rank=report.rank)
             case protocol.Ready():
                 self._on_ready(report)
             case protocol.ShardStarted():

@@ -236,7 +236,9 @@ class Replica:
             return
         self.kill(wait=False)
         # A rank that loses another one raises, or its library aborts it; nothing kills it for that.
-        killed = [rank for rank in silent if (rank.process.poll() or 0) < 0 and rank.process.poll() != -SIGABRT]
+        killed = [
+            rank for rank in silent if (rank.process.poll() or 0) < 0 and rank.process.poll() != -SIGABRT
+        ]
         if killed or not failed:
             raise self._death((killed or silent)[0])
         first = min(failed, key=lambda rank: rank.failed.at_s if rank.failed else 0.0)

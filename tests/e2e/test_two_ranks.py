@@ -86,7 +86,14 @@ def test_files_tokens_and_lists_are_those_of_one_rank(both: Supervised, referenc
 
 def test_every_token_of_every_tap_is_what_transformers_computes(both: Supervised):
     checked = both.tapdeck.run(
-        "verify", both.output, "--sample", str(NUM_SAMPLES), "--against", "transformers", "--json", deadline_s=300
+        "verify",
+        both.output,
+        "--sample",
+        str(NUM_SAMPLES),
+        "--against",
+        "transformers",
+        "--json",
+        deadline_s=300,
     ).require(0)
     compared = checked.json["compared"]
     assert compared["num_samples"] == NUM_SAMPLES
@@ -141,7 +148,8 @@ def test_ranks_hold_resume_die_and_are_left_alone_together(make_run, gate: Gate,
     run.wait(lambda: run.snapshot()["time_utc"] > held_at + 2, "two seconds more")
     assert (run.snapshot()["replicas"][0]["batch"], run.num_done()) == done
     assert all(
-        sum(psutil.Process(pid).cpu_times()[:2]) - before < 0.5 for pid, before in zip(first, spent, strict=True)
+        sum(psutil.Process(pid).cpu_times()[:2]) - before < 0.5
+        for pid, before in zip(first, spent, strict=True)
     )
     gate.close_again()
     assert run.act("resume").status == 200

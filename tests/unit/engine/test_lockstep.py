@@ -21,9 +21,7 @@ class Group:
         self.shares = queue.SimpleQueue()
         self.faults = queue.SimpleQueue()
         self.threads = ThreadPoolExecutor(3)
-        leader = self.threads.submit(
-            Leader, folder, 3, on_share=self.on_share, on_fault=self.faults.put
-        )
+        leader = self.threads.submit(Leader, folder, 3, on_share=self.on_share, on_fault=self.faults.put)
         self.followers = [Follower(folder, rank) for rank in (1, 2)]
         self.leader = leader.result(WAIT_S)
         self.refused = None
@@ -95,7 +93,9 @@ def test_the_leader_gathers_values_in_the_order_of_ranks_also_from_one_that_is_a
 
 def test_ranks_that_ask_different_questions_are_stopped(group):
     group.leader.agree("the next shard", lambda: 1)
-    with pytest.raises(BugError, match="out of step: 'the next batch' here, 'the next shard' from the leader"):
+    with pytest.raises(
+        BugError, match="out of step: 'the next batch' here, 'the next shard' from the leader"
+    ):
         group.followers[0].agree("the next batch", lambda: 1)
     group.followers[0].gather("ready", None)
     group.followers[1].gather("proof", None)

@@ -1,8 +1,8 @@
 """A shard that several ranks write together: the same bytes as from one, or nothing of it."""
 
 import errno
-import os
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -33,7 +33,9 @@ class Ranks:
         self.hold_back = hold_back
         self.files = files or [None] * num_ranks
         self.pools = [
-            WriterPool(2, outcome.commit, outcome.error, on_share=self.hand_over if rank else None, files=files)
+            WriterPool(
+                2, outcome.commit, outcome.error, on_share=self.hand_over if rank else None, files=files
+            )
             for rank, (outcome, files) in enumerate(zip(self.outcomes, self.files, strict=True))
         ]
 
@@ -96,7 +98,11 @@ def shard(dataset):
 def left(output):
     """Names below `shards`, the final one apart."""
     folder = output / names.SHARDS
-    return sorted(entry.name for entry in folder.iterdir() if names.is_part(entry.name)) if folder.exists() else []
+    return (
+        sorted(entry.name for entry in folder.iterdir() if names.is_part(entry.name))
+        if folder.exists()
+        else []
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -120,7 +126,8 @@ def test_each_rank_writes_every_other_tap(tmp_path, dataset, shard):
     ranks.write(shard)
     ranks.close()
     created = [
-        {call.path.rpartition("/")[2] for call in own.calls if call.name == "create"} - {names.TOKENS, names.RECORD}
+        {call.path.rpartition("/")[2] for call in own.calls if call.name == "create"}
+        - {names.TOKENS, names.RECORD}
         for own in files
     ]
     files_of = [names.tap_file(tap) for tap in TAPS.names]
@@ -171,7 +178,9 @@ def test_a_difference_in_verdicts_names_the_samples(tmp_path, dataset, shard):
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-@pytest.mark.parametrize("method", ["remove_tree", "make_folder", "create", "allocate", "write_at", "sync", "close"])
+@pytest.mark.parametrize(
+    "method", ["remove_tree", "make_folder", "create", "allocate", "write_at", "sync", "close"]
+)
 def test_an_error_of_the_disk_on_any_rank_fails_the_shard_and_another_try_succeeds(
     tmp_path, dataset, shard, rank, method
 ):
@@ -262,7 +271,7 @@ def test_a_share_for_a_shard_that_has_failed_is_removed(tmp_path, dataset, shard
     (share,) = ranks.wait_shares()
     ranks.pools[0].close()
     assert [error.errno for error in ranks.errors] == [errno.EIO]
-    assert left(tmp_path) == [os.path.basename(share.folder)]
+    assert left(tmp_path) == [Path(share.folder).name]
     ranks.pools[0].take_share(share)
     assert left(tmp_path) == []
     ranks.close()
@@ -308,7 +317,9 @@ def test_a_rank_that_is_killed_at_any_step_leaves_a_whole_shard_or_none(tmp_path
             ranks.pools[1].close()
             ranks.pools[0].close()
             files[rank].close_all()
-            done = scan(output, dataset.shards, dataset.fingerprint, checksums=True) if output.exists() else None
+            done = (
+                scan(output, dataset.shards, dataset.fingerprint, checksums=True) if output.exists() else None
+            )
             is_there = names.shard_folder(output, 0).exists()
             assert is_there == (done is not None and done.to_do == ())
             for error in ranks.errors:

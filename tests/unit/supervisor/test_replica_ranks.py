@@ -1,7 +1,7 @@
 """A replica of several ranks: who is heard, what ends it, and which of several errors is told."""
 
-import os
 import signal
+from pathlib import Path
 
 import pytest
 import zmq
@@ -118,7 +118,12 @@ class Played:
     def end(self):
         """What the replica ends with: an error, or `Failed` and `Bye`."""
         try:
-            wait_until(lambda: self.hear(0) and self.replica.has_left, "end", state=lambda: self.heard, deadline_s=20.0)
+            wait_until(
+                lambda: self.hear(0) and self.replica.has_left,
+                "end",
+                state=lambda: self.heard,
+                deadline_s=20.0,
+            )
         except EngineError as error:
             return error.message
         failed, bye = self.heard[-2:]
@@ -242,14 +247,16 @@ def test_ranks_that_were_started_are_ended_when_another_cannot_be(tmp_path, make
     launcher = PlayedLauncher(make_socket)
     launcher.fails_at = 2
     with pytest.raises(OSError, match="no more processes"):
-        Replica(lambda endpoint: spec_for(endpoint, 3), launcher=launcher, run_folder=tmp_path, environment={})
+        Replica(
+            lambda endpoint: spec_for(endpoint, 3), launcher=launcher, run_folder=tmp_path, environment={}
+        )
     assert [rank.kills for rank in launcher.ranks] == [1, 1]
 
 
 def test_leaving_it_ends_every_rank(tmp_path, make_socket):
     played = Played(tmp_path, make_socket)
     with played.replica:
-        folder = protocol_spec(tmp_path / "replica-0.json").endpoint.removeprefix("ipc://").rpartition("/")[0]
-        assert os.path.isdir(folder)
+        folder = Path(protocol_spec(tmp_path / "replica-0.json").endpoint.removeprefix("ipc://")).parent
+        assert folder.is_dir()
     assert [rank.kills for rank in played.ranks] == [1, 1, 1]
-    assert not os.path.exists(folder)
+    assert not folder.exists()
