@@ -143,12 +143,17 @@ def engine_spec(job: Job, endpoint: str, *, start: str = "") -> EngineSpec:
         num_samples=len(job.prepared),
         output=str(job.output.resolve()),
         fingerprint=manifests.fingerprint(job.manifest),
-        replica=f"0-{start}" if start else "0",
+        replica=replica_name(start),
         writer_threads=config.writer.threads,
         buffers=config.writer.buffers,
         endpoint=endpoint,
         tp=config.model.tp,
     )
+
+
+def replica_name(start: str) -> str:
+    """Name of the replica of one start, and so of its part folders."""
+    return f"0-{start}" if start else "0"
 
 
 def scan_output(job: Job) -> ScanResult:

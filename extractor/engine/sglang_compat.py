@@ -167,7 +167,7 @@ class Runner:
 
         if spec.device == "cpu" and spec.tp > 1:
             # Also where torch was loaded before `prepare_process` could say so.
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
         self._one_batch = one_batch
         args = _server_args(spec)
         ports = _publish(args, rank)
