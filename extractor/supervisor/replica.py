@@ -229,16 +229,19 @@ class Replica:
         if not silent and not failed:
             yield from self._leave_politely()
             return
-        now = time.monotonic()
-        self._judged_at = self._judged_at or now + SETTLE_S
-        if now < self._judged_at and not all(rank.has_left or rank.is_silent for rank in self._ranks):
-            # What another one says meanwhile may be the cause, and this an effect.
-            return
-        self.kill(wait=False)
         # A rank that loses another one raises, or its library aborts it; nothing kills it for that.
         killed = [
             rank for rank in silent if (rank.process.poll() or 0) < 0 and rank.process.poll() != -SIGABRT
         ]
+        now = time.monotonic()
+        self._judged_at = self._judged_at or now + SETTLE_S
+        has_ended = all(rank.has_left or rank in silent for rank in self._ranks)
+        if not killed and not has_ended and now < self._judged_at:
+            # What another one says meanwhile may be the cause, and this an effect.
+            return
+        for rank in self._ranks:
+            if not rank.has_left:
+                rank.process.kill(wait=False)
         if killed or not failed:
             raise self._death((killed or silent)[0])
         first = min(failed, key=lambda rank: rank.failed.at_s if rank.failed else 0.0)

@@ -145,6 +145,20 @@ def test_a_shard_is_published_when_the_last_share_has_come(tmp_path, dataset, sh
     assert len(ranks.commits) == 1
 
 
+def test_closing_waits_for_the_share_of_a_finished_shard(tmp_path, dataset, shard):
+    ranks = Ranks(dataset, tmp_path, hold_back=True)
+    ranks.write(shard)
+    (share,) = ranks.wait_shares()
+    closing = threading.Thread(target=ranks.pools[0].close, daemon=True)
+    closing.start()
+    closing.join(timeout=0.2)
+    assert closing.is_alive()
+    ranks.pools[0].take_share(share)
+    closing.join(timeout=WAIT_S)
+    assert len(ranks.commits) == 1
+    ranks.close()
+
+
 def test_a_share_may_come_before_the_own_files_are_complete(tmp_path, dataset, shard):
     ranks = Ranks(dataset, tmp_path)
     own = ranks.open(0, shard)
