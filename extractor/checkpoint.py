@@ -62,6 +62,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
         num_attention_heads: query heads, when stated.
         num_key_value_heads: heads of the KV cache, when stated or implied by `num_attention_heads`.
         head_dim: size of a head, when stated or implied; never implied where keys and values are compressed.
+        intermediate_size: units of a dense MLP, when stated.
+        moe_intermediate_size: units of one expert, when stated.
+        num_experts: routed experts of a layer, when stated.
         quantization: the method of quantized weights ("compressed-tensors", "fp8", ...); None for plain ones.
         remote_code: files of Python code that config.json and tokenizer_config.json want to be run.
     """
@@ -84,6 +87,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
     head_dim: int | None = None
     quantization: str | None = None
     remote_code: tuple[str, ...] = ()
+    intermediate_size: int | None = None
+    moe_intermediate_size: int | None = None
+    num_experts: int | None = None
 
 
 def resolve(path: str, revision: str | None = None) -> Path:
@@ -152,6 +158,9 @@ def read(folder: Path) -> Checkpoint:
         head_dim=head_dim,
         quantization=_quantization(folder, config, where, text),
         remote_code=remote_code(folder),
+        intermediate_size=_optional_int(text, "intermediate_size"),
+        moe_intermediate_size=_optional_int(text, "moe_intermediate_size"),
+        num_experts=_optional_int(text, "num_experts", "n_routed_experts", "num_local_experts"),
     )
 
 

@@ -21,7 +21,8 @@ programs; `exit_code` is what the command line ends with (see `docs/architecture
     |-- EngineError        the engine ended the run                                          7
     |   |-- CaptureError       what SGLang returned is not what was asked for                7
     |   |-- ProofError         the start-up proof failed                                     7
-    |   `-- GeneratorError     a HiddenStatesGenerator cannot go on (a RuntimeError)         7
+    |   |-- GeneratorError     a HiddenStatesGenerator cannot go on (a RuntimeError)         7
+    |   `-- RanksDisagreeError two ranks of a replica have computed different states         7
     |-- NvmlError          the GPU driver refused; never leaves the telemetry                -
     `-- BugError           cannot happen; please report                                      1
 """
@@ -158,6 +159,12 @@ class CaptureError(EngineError):
     """What SGLang returned for a batch is not what was asked for."""
 
     code = "capture"
+
+
+class RanksDisagreeError(EngineError):
+    """Two ranks of a replica have computed different states, or judge the same ones differently."""
+
+    code = "ranks_disagree"
 
 
 class ProofError(EngineError):

@@ -49,6 +49,7 @@ OWNED: Mapping[str, str] = {
 
 _PART_OF_ROWS = "a rank would hold only part of the rows"
 _PART_OF_LAYERS = "a rank would hold only part of the layers"
+_PARTIAL_SUM = "what is captured between two layers would be a partial sum"
 _DRAFT = "a draft model changes what is captured"
 REFUSED: Mapping[str, str] = {
     "pp_size": _PART_OF_LAYERS,
@@ -61,6 +62,8 @@ REFUSED: Mapping[str, str] = {
     "enable_prefill_cp": _PART_OF_ROWS,
     "enable_layernorm_sp": _PART_OF_ROWS,
     "enable_attn_tp_input_scattered": _PART_OF_ROWS,
+    "enable_aiter_allreduce_fusion": _PARTIAL_SUM,
+    "flashinfer_allreduce_fusion_backend": _PARTIAL_SUM,
     "enable_two_batch_overlap": "half of the rows would run at a time",
     "enable_single_batch_overlap": "the layers of a batch would overlap",
     "enable_torch_compile": "hooks do not run in compiled graphs",

@@ -152,11 +152,17 @@ def engine_spec(job: Job, endpoint: str, *, start: str = "") -> EngineSpec:
         num_samples=len(job.prepared),
         output=str(job.output.resolve()),
         fingerprint=manifests.fingerprint(job.manifest),
-        replica=f"0-{start}" if start else "0",
+        replica=replica_name(start),
         writer_threads=config.writer.threads,
         buffers=config.writer.buffers,
         endpoint=endpoint,
+        tp=config.model.tp,
     )
+
+
+def replica_name(start: str) -> str:
+    """Name of the replica of one start, and so of its part folders."""
+    return f"0-{start}" if start else "0"
 
 
 def scan_output(job: Job) -> ScanResult:
@@ -228,6 +234,7 @@ def require_same_settings(config: RunConfig, facts: Facts) -> None:
         device=facts.device,
         attention_backend=config.model.attention_backend,
         sglang_args=config.model.sglang,
+        tp=config.model.tp,
     )
     manifests.require_same(old, now, output)
 
@@ -305,6 +312,7 @@ def _manifest(
         device=facts.device,
         attention_backend=config.model.attention_backend,
         sglang_args=config.model.sglang,
+        tp=config.model.tp,
         totals=Totals(
             samples=len(prepared),
             tokens=int(prepared.lengths.sum()),

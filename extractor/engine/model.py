@@ -13,6 +13,7 @@ import torch
 
 from extractor.engine.capture import Capture
 from extractor.engine.hostcopy import HostPool
+from extractor.engine.lockstep import Alone
 from extractor.engine.proof import prove
 from extractor.engine.sglang_compat import Runner
 from extractor.errors import EngineError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from extractor.engine.lockstep import Lockstep
     from extractor.engine.sglang_compat import Prefill
     from extractor.protocol import EngineSpec, ProofLine
     from extractor.taps import TapSelection
@@ -32,19 +34,28 @@ class Engine:
 
     Attributes:
         spec: what it was started from.
+        rank: of this process within its replica.
+        lockstep: the other ranks.
         runner: the SGLang runner.
         capture: the taps.
         pool: host buffers for the states of batches.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
-        """Loads the weights; takes seconds to minutes.
+    def __init__(self, spec: EngineSpec, rank: int = 0, lockstep: Lockstep | None = None) -> None:
+        """Loads the weights; takes seconds to minutes. On all ranks of a replica at the same time.
+
+        Args:
+            spec: of the replica.
+            rank: of this process.
+            lockstep: the other ranks; None: there are none.
 
         Raises:
             EngineError: SGLang refuses the model or a setting.
         """
         self.spec = spec
-        self.runner = Runner(spec)
+        self.rank = rank
+        self.lockstep = lockstep or Alone()
+        self.runner = Runner(spec, rank, self.lockstep)
         self.capture = Capture(
             self.runner.anatomy, hidden_size=spec.hidden_size, dtype=getattr(torch, spec.dtype)
         )
@@ -86,6 +97,7 @@ class Engine:
             hidden_size=self.spec.hidden_size,
             dtype=getattr(torch, self.spec.store_dtype),
             device=self.spec.device,
+            own=slice(self.rank, None, self.spec.tp),
         )
 
     def forward(self, sequences: Sequence[np.ndarray]) -> tuple[dict[str, torch.Tensor], Prefill]:

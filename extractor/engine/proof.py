@@ -9,6 +9,10 @@ Independent of SGLang's capture and of the model's size. On a small batch of rea
 4. each sample computed alone must have the rows it has in the packed batch (no rows swapped, no sample
    sees another).
 
+Where a replica has several ranks, each makes the whole proof, in step with the others, of what it captured itself.
+Before anybody judges, the captured states must be the same on all of them, to the last bit: the residual stream
+is what every layer's all-reduce gives to all. A state that differs is a part of a sum, and its norms might agree.
+
 Errors are per token, ||a-b|| / ||b|| over the hidden dimension. A proof that fails names what is wrong.
 """
 
@@ -48,7 +52,7 @@ class _Watched(NamedTuple):
 
 
 def prove(engine: Engine, sequences: Sequence[np.ndarray]) -> tuple[ProofLine, ...]:
-    """Runs the proof; blocking, a few small forward passes.
+    """Runs the proof; blocking, a few small forward passes. On all ranks of a replica, in step.
 
     Args:
         engine: the loaded model with its taps set.
@@ -61,7 +65,8 @@ def prove(engine: Engine, sequences: Sequence[np.ndarray]) -> tuple[ProofLine, .
         ProofError: a check failed; the message names tap and fault.
     """
     watched, states, prefill = _run_watched(engine, sequences)
-    lines = list(_prove_boundaries(engine, watched, states))
+    lines = list(_prove_same_on_all_ranks(engine, states))
+    lines += _prove_boundaries(engine, watched, states)
     lines += _prove_last(engine, states, prefill)
     _prove_host_rows(engine, states, sequences)
     lines += _prove_alone(engine, states, sequences)
@@ -124,6 +129,41 @@ def _run_watched(
 def _is_branch(engine: Engine) -> bool:
     """Whether what is stored between lacks the residual: as served, in a class that serves it so."""
     return engine.spec.taps.as_served and engine.runner.anatomy.family.served == "branch"
+
+
+def _prove_same_on_all_ranks(engine: Engine, states: dict[str, torch.Tensor]) -> Iterator[ProofLine]:
+    if engine.spec.tp == 1:
+        return
+    final_TH, normed_TH = engine.capture.final_and_normed()
+    seen = {**states, "final": states.get("final", final_TH), "normed": states.get("normed", normed_TH)}
+    sent = {name: state_TH.float().cpu().numpy().tobytes() for name, state_TH in seen.items()}
+    first, *others = engine.lockstep.gather("captured states", sent) or [sent]
+    for rank, theirs in enumerate(others, 1):
+        for name, data in first.items():
+            if theirs[name] != data:
+                raise ProofError(
+                    _name_difference(engine, name, rank, theirs[name], data), remedy=_RANKS_REMEDY
+                )
+    # Nobody goes on into the next collective before the verdict.
+    engine.lockstep.agree("captured states are the same", lambda: True)
+    yield ProofLine(f"all taps: the same on {engine.spec.tp} ranks", 0.0, 0.0)
+
+
+_RANKS_REMEDY = (
+    "try model.sglang.disable_custom_all_reduce = true; otherwise use model.tp = 1 with this SGLang release, and "
+    "please report it"
+)
+
+
+def _name_difference(engine: Engine, name: str, rank: int, theirs: bytes, ours: bytes) -> str:
+    theirs_TH, ours_TH = (
+        torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, engine.spec.hidden_size)
+        for data in (theirs, ours)
+    )
+    error = float(token_errors(theirs_TH, ours_TH).max())
+    is_rounding = error <= NORM_BOUND[engine.spec.dtype]
+    why = "an all-reduce that gives each rank another sum?" if is_rounding else "an unreduced partial sum?"
+    return f"rank {rank}'s {name} is not rank 0's (relative error {error:.2e}): {why}"
 
 
 def _input_norm(engine: Engine, k: int, state_TH: torch.Tensor) -> torch.Tensor:
@@ -209,7 +249,8 @@ def _prove_host_rows(
     block = engine.pool.copy(states, lengths)
     try:
         block.wait()
-        for name, state_TH in states.items():
+        for name in block.own_taps:
+            state_TH = states[name]
             expected_TH = state_TH.to(block.tensor(name).dtype).cpu()
             same_T = (block.tensor(name) == expected_TH).all(dim=-1)
             if not bool(same_T.all()):

@@ -170,6 +170,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         device: where it ran: `cuda` or `cpu`.
         attention_backend: as configured; None took SGLang's choice.
         sglang_args: `[model.sglang]` as configured.
+        tp: ranks over which each layer was split: sums over another number of parts round differently.
         versions, sglang, env: the environment of the first start that had a model; information only.
         later: other environments of later starts, in that order; information only.
         totals: what must be there in the end.
@@ -194,6 +195,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: str
     attention_backend: str | None
     sglang_args: dict[str, Any]
+    tp: int = 1
     versions: dict[str, str] = {}
     sglang: dict[str, Any] = {}
     env: dict[str, EnvVariable] = {}
@@ -227,6 +229,9 @@ def identity(manifest: Manifest) -> dict[str, Any]:
     if manifest.taps.as_served:
         # Under the same names other tensors: such shards never mix with those of a usual run.
         parts["taps.holds"] = manifest.taps.holds
+    if manifest.tp != 1:
+        # Left out where it is 1, so that data sets from before there was a choice keep their fingerprint.
+        parts["model.tp"] = manifest.tp
     return dict(_flatten(msgspec.to_builtins(parts), ""))
 
 
@@ -237,7 +242,7 @@ def fingerprint(manifest: Manifest) -> str:
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
     """Where two runs differ so that their shards must not be mixed: `key: old -> new`, sorted. Pure."""
-    return _changes(identity(old), identity(new))
+    return _changes(*({"model.tp": manifest.tp} | identity(manifest) for manifest in (old, new)))
 
 
 def with_environment(old: Manifest | None, new: Manifest) -> tuple[Manifest, list[str]]:
