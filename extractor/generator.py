@@ -371,7 +371,7 @@ def _mem_fraction(gpu_memory_utilization: float) -> float:
 def _read_model(path: str, revision: str | None, max_model_len: int) -> Checkpoint:
     try:
         model = checkpoint.read(checkpoint.resolve(path, revision))
-        families.mechanism_of(model.architecture)
+        families.family_of(model.architecture)
     except PreflightError as error:
         kind = ModelNotFoundError if error.code in ("model_not_found", "model_not_cached") else ArgumentError
         raise kind(error.message, remedy=error.remedy, code=error.code) from error
