@@ -165,8 +165,11 @@ def _dtype(wanted: str, model: Checkpoint) -> Dtype:
 
 def device_of(config: RunConfig) -> Device:
     """Where the model of a run will run on this machine."""
-    if config.model.device != "auto":
-        return config.model.device
+    return local_device() if config.model.device == "auto" else config.model.device
+
+
+def local_device() -> Device:
+    """What this machine has."""
     return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
 
 

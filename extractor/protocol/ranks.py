@@ -108,6 +108,26 @@ class Resume(Request, frozen=True):
     """Go on after `Hold`, with the very next batch."""
 
 
+class Compute(Request, frozen=True):
+    """Compute one batch for a caller that reads the states itself (`extractor.engine.states_server`).
+
+    Attributes:
+        number: of this batch; larger than that of any before.
+        lengths: tokens of each sequence, at least one each.
+        tokens: token ids of all sequences one after the other, int32, little-endian.
+    """
+
+    number: int
+    lengths: tuple[int, ...]
+    tokens: bytes
+
+
+class Taken(Request, frozen=True):
+    """Of the batches up to this number the caller has read the states, or does not want them any more."""
+
+    number: int
+
+
 class Report(msgspec.Struct, frozen=True, tag=True):
     """Rank to supervisor."""
 
@@ -220,6 +240,20 @@ class ShardFailed(Report, frozen=True):
     errno_name: str | None
 
 
+class StatesReady(Report, frozen=True):
+    """The states of a `Compute` are in the shared memory, [taps, tokens, H], until `Taken` says otherwise.
+
+    Attributes:
+        number: of the `Compute`.
+        num_tokens: rows of each tap.
+        verdicts: per sequence None, or why its values may not be used.
+    """
+
+    number: int
+    num_tokens: int
+    verdicts: tuple[str | None, ...]
+
+
 class Failed(Report, frozen=True):
     """The rank cannot go on: an error that is the same for every shard."""
 
@@ -236,8 +270,20 @@ class Bye(Report, frozen=True):
     peak_rss_bytes: int
 
 
-AnyRequest = WorkShard | Finish | Stop | Drain | Hold | Resume
-AnyReport = Hello | Stage | Ready | ShardStarted | Held | BatchDone | ShardDone | ShardFailed | Failed | Bye
+AnyRequest = WorkShard | Finish | Stop | Drain | Hold | Resume | Compute | Taken
+AnyReport = (
+    Hello
+    | Stage
+    | Ready
+    | ShardStarted
+    | Held
+    | BatchDone
+    | ShardDone
+    | ShardFailed
+    | StatesReady
+    | Failed
+    | Bye
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(AnyRequest).decode

@@ -1,5 +1,7 @@
 """What the documents show is what the product takes."""
 
+import ast
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer.testing
 
+import extractor
 from console.cli import app
 from extractor import config, errors
 from tests.support import models_page
@@ -44,6 +47,19 @@ def test_verbs_and_flags_of_the_readme_exist(command):
     assert shown.exit_code == 0
     for flag in (word for word in words if word.startswith("--")):
         assert flag in shown.output
+
+
+def test_the_python_of_the_readme_uses_what_the_package_offers():
+    (text,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    program = ast.parse(text)
+    imported = [a.name for node in ast.walk(program) if isinstance(node, ast.ImportFrom) for a in node.names]
+    (made,) = (
+        n for n in ast.walk(program) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in imported
+    )
+
+    assert imported == ["HiddenStatesGenerator"]
+    arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in made.keywords}
+    inspect.signature(extractor.HiddenStatesGenerator).bind(**arguments)
 
 
 def test_make_targets_of_the_readme_exist():
