@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from extractor import checkpoint
@@ -340,7 +341,12 @@ def cached_prefix(engine: Any) -> dict[str, str]:
             req.prefix_len = 4  # 0.5.23 counts it by itself
         return req
 
+    class Cache(engine.runner._one_batch.TreeCacheNamespace):
+        def prefix_device_indices(self, req: Any) -> Any:
+            return torch.arange(req.prefix_len)
+
     sglang_compat._make_req = with_prefix
+    engine.runner._one_batch = SimpleNamespace(TreeCacheNamespace=Cache)
     try:
         return outcome(lambda: engine.forward(sequences()))
     finally:

@@ -81,6 +81,7 @@ VISION: dict[str, Any] = {
 }
 # Shorter than the sequences that the tests send, so that it matters.
 WINDOW: dict[str, Any] = {"sliding_window": 24}
+ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -124,7 +125,7 @@ KINDS: dict[str, Kind] = {
     "qwen2-moe": Kind(
         "Qwen2MoeForCausalLM",
         "Qwen2MoeConfig",
-        MOE | {"shared_expert_intermediate_size": 64, "head_dim": None},
+        MOE | {"shared_expert_intermediate_size": 0, "head_dim": None},
     ),
     "qwen3-moe": Kind("Qwen3MoeForCausalLM", "Qwen3MoeConfig", MOE),
     "deepseek-v3": Kind("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, added=DEEPSEEK_ADDED),
@@ -134,7 +135,8 @@ KINDS: dict[str, Kind] = {
         "Glm4MoeLiteForCausalLM",
         "Glm4MoeLiteConfig",
         {key: value for key, value in (ROUTED | LATENT).items() if key != "first_k_dense_replace"}
-        | {"mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1)},
+        # Transformers gives the norms of latent attention this epsilon, whatever the others have.
+        | {"mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1), "rms_norm_eps": 1e-6},
         added={"moe_layer_freq": 1, "topk_method": "noaux_tc", "first_k_dense_replace": 1},
     ),
     "gemma3": Kind(
@@ -146,7 +148,13 @@ KINDS: dict[str, Kind] = {
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
         WINDOW
-        | {"tie_word_embeddings": True, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32},
+        | {
+            "tie_word_embeddings": True,
+            "vocab_size_per_layer_input": 512,
+            "hidden_size_per_layer_input": 32,
+            "global_head_dim": 32,
+        },
+        runs_on="cuda",
     ),
     "llama4": Kind(
         "Llama4ForCausalLM",
@@ -157,17 +165,21 @@ KINDS: dict[str, Kind] = {
             "pad_token_id": 0,
             "attention_chunk_size": 2048,
         },
+        runs_on="cuda",
     ),
     "apertus": Kind(
         "ApertusForCausalLM",
         "ApertusConfig",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        runs_on="cuda",
     ),
     "arcee": Kind("ArceeForCausalLM", "ArceeConfig", {"bos_token_id": 1, "eos_token_id": 2}),
     "exaone-moe": Kind(
         "ExaoneMoeForCausalLM",
         "ExaoneMoeConfig",
-        WINDOW | {key: value for key, value in MOE.items() if key != "decoder_sparse_step"},
+        {key: value for key, value in MOE.items() if key != "decoder_sparse_step"}
+        | {"layer_types": ["full_attention"] * LAYERS, "sliding_window": None},
+        runs_on="cuda",
     ),
     "granite-hybrid": Kind(
         "GraniteMoeHybridForCausalLM",
@@ -186,41 +198,38 @@ KINDS: dict[str, Kind] = {
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",
         {"num_local_experts": 8, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2},
+        added={"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "rotary_dim": 32},
+        runs_on="cuda",
     ),
-    "ministral3": Kind("Ministral3ForCausalLM", "Ministral3Config", {"rope_parameters": YARN}),
+    "ministral3": Kind(
+        "Ministral3ForCausalLM", "Ministral3Config", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}
+    ),
     "gpt-oss": Kind(
         "GptOssForCausalLM",
         "GptOssConfig",
         WINDOW | {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+        runs_on="cuda",
     ),
     "laguna": Kind(
         "LagunaForCausalLM",
         "LagunaConfig",
-        WINDOW | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        WINDOW
+        | {
+            "layer_types": ALTERNATING,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
     ),
     "mellum": Kind(
         "MellumForCausalLM",
         "MellumConfig",
-        WINDOW | {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    ),
-    "mimo-v2": Kind(
-        "MiMoV2FlashForCausalLM",
-        "MiMoV2FlashConfig",
-        WINDOW | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    ),
-    "longcat": Kind(
-        "LongcatFlashForCausalLM",
-        "LongcatFlashConfig",
-        LATENT
+        WINDOW
         | {
-            "num_layers": LAYERS,
-            "num_hidden_layers": None,
-            "intermediate_size": None,
-            "ffn_hidden_size": 256,
-            "expert_ffn_hidden_size": 64,
-            "n_routed_experts": 8,
-            "zero_expert_num": 4,
-            "moe_topk": 2,
+            "layer_types": ALTERNATING,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
         },
     ),
     "qwen3-vl": Kind(
@@ -230,21 +239,12 @@ KINDS: dict[str, Kind] = {
         is_nested=True,
         vision=VISION,
     ),
-    "qwen3-vl-moe": Kind(
-        "Qwen3VLMoeForConditionalGeneration",
-        "Qwen3VLMoeConfig",
-        MOE | {"rope_parameters": MROPE},
-        is_nested=True,
-        vision=VISION,
+    "lfm2": Kind(
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        {"block_auto_adjust_ff_dim": False},
+        runs_on="cuda",
     ),
-    "kimi-k25": Kind(
-        "KimiK25ForConditionalGeneration",
-        "KimiK25Config",
-        DEEPSEEK,
-        is_nested=True,
-        added=DEEPSEEK_ADDED,
-    ),
-    "lfm2": Kind("Lfm2ForCausalLM", "Lfm2Config", {"block_auto_adjust_ff_dim": False}),
     "qwen3-next": Kind(
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
@@ -256,6 +256,7 @@ KINDS: dict[str, Kind] = {
             "linear_key_head_dim": 32,
             "linear_value_head_dim": 32,
         },
+        runs_on="cuda",
     ),
 }
 

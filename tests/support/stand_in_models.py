@@ -79,6 +79,7 @@ class Inner(nn.Module):
         self.norm_name, self.container = norm_name, container
         setattr(self, norm_name, Norm())
         setattr(self, container, [])
+        self.is_listed_and_flagged = False
         self.is_flagged = self.is_packed = self.is_after = self.calls_forward = False
         self.give: Callable[[Any, list[Any]], Any] = lambda hidden, aux: (hidden, aux) if aux else hidden
 
@@ -87,6 +88,8 @@ class Inner(nn.Module):
         for index, layer in enumerate(self.layers):
             wanted = getattr(self, self.container) or ()
             enters = getattr(layer, FLAG, False) if self.is_flagged else not self.is_after and index in wanted
+            if self.is_listed_and_flagged and index in wanted and getattr(layer, FLAG, False):
+                aux.append(hidden)
             call = layer.forward if self.calls_forward else layer
             hidden, residual = call(
                 None, hidden_states=hidden, residual=residual, captured=aux if enters else None
@@ -243,6 +246,28 @@ def bailing_v3() -> nn.Module:
     return _named("BailingMoeV3ForCausalLM", model)
 
 
+def bailing_v2() -> nn.Module:
+    """Reads a list and flags, and captures twice where both are set."""
+    layers = [
+        Layer(by_keyword("attention")).with_parts(input_layernorm=Norm(), attention=Part())
+        for _ in range(LAYERS)
+    ]
+    model = Wrapper(Inner(layers))
+    model.model.is_listed_and_flagged = True
+    return _named("BailingMoeV2ForCausalLM", model)
+
+
+def muse_glimmer() -> nn.Module:
+    """One stream, whose attention is called by position."""
+    layers = [
+        Layer(by_position("self_attn", None), one_stream=True).with_parts(
+            input_layernorm=Norm(), self_attn=Part()
+        )
+        for _ in range(LAYERS)
+    ]
+    return _named("MuseGlimmerForCausalLM", Wrapper(Inner(layers)))
+
+
 def longcat() -> nn.Module:
     """Two attentions with two norms in a layer."""
     layers = []
@@ -335,6 +360,8 @@ STAND_INS: dict[str, Callable[[], nn.Module]] = {
         lfm2,
         kimi_linear,
         bailing_v3,
+        bailing_v2,
+        muse_glimmer,
         longcat,
         mimo_v2,
         qwen3_next,

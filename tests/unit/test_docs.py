@@ -12,6 +12,7 @@ import typer.testing
 import extractor
 from console.cli import app
 from extractor import config, errors
+from tests.support import models_page
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -75,3 +76,9 @@ def test_every_exit_code_of_an_error_is_documented():
         family.extend(known.__subclasses__())
 
     assert {known.exit_code for known in family if known.__module__ == errors.__name__} <= documented
+
+
+def test_the_page_of_model_classes_is_what_the_table_gives():
+    written = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+
+    assert written == models_page.page(), "python -m tests.support.models_page > docs/models.md"

@@ -64,6 +64,10 @@ def test_the_last_state_is_said_to_be_before_the_norm():
         ({"device": "cuda"}, 'device: "cpu" -> "cuda"'),
         ({"attention_backend": "triton"}, 'attention_backend: (none) -> "triton"'),
         ({"tp": 2}, "model.tp: 1 -> 2"),
+        (
+            {"taps": TapsRecord.of(msgspec.structs.replace(TAPS, as_served=True), served="branch")},
+            'taps.holds: (none) -> "branch"',
+        ),
     ],
 )
 def test_what_changes_the_shards_changes_the_fingerprint_and_is_named(tmp_path, change, line):
@@ -155,6 +159,12 @@ def test_ids_are_recorded_in_both_conventions():
     assert BASE.taps.ids_after == (1, 3, 5, 7)
     assert BASE.taps.ids_before == (2, 4, 6, 8)
     assert BASE.taps.draft_config == {"sglang": (1, 3, 5), "vllm": (2, 4, 6)}
+
+
+def test_what_is_held_is_the_boundary_unless_it_is_taken_as_served():
+    assert TapsRecord.of(TAPS, served="branch").holds == "boundary"
+    assert TapsRecord.of(msgspec.structs.replace(TAPS, as_served=True)).holds == "boundary"
+    assert TapsRecord.of(msgspec.structs.replace(TAPS, as_served=True), served="branch").holds == "branch"
 
 
 def test_a_missing_manifest_is_named(tmp_path):
