@@ -167,7 +167,7 @@ def _gpus(telemetry: Telemetry | None) -> list[str]:
 def _replica(replica: ReplicaInfo) -> str:
     parts = [f"{replica.name}: {replica.phase}"]
     if replica.pid is not None:
-        parts.append(f"pid {replica.pid}")
+        parts.append(f"pid {', '.join(map(str, replica.pids or (replica.pid,)))}")
     if replica.shard is not None:
         parts.append(f"shard {replica.shard}" + ("" if replica.batch is None else f", batch {replica.batch}"))
     if replica.restarts:

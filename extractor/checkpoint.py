@@ -56,8 +56,11 @@ NOT_PLAIN_KEYS = (
 LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope", "su"}
 """Rotary embeddings whose angles depend on how long the sequence is."""
 
-TEXT_CONFIGS = ("text_config", "language_config", "llm_config")
-"""Where multimodal models keep the configuration of their language model."""
+TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config")
+"""Where multimodal models keep the configuration of their language model (omni models: one level deeper)."""
+
+QUANT_KEYS = ("quantization_config", "compression_config")
+"""How checkpoints call the description of their quantized weights."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -66,7 +69,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     Attributes:
         folder: the folder, absolute.
         architecture: the model class, `architectures[0]` of config.json.
-        model_type: `model_type` of config.json.
+        model_type: `model_type` of config.json, of the whole model where it has parts.
         num_layers: n, the number of decoder layers (of the language model, when there are several).
         hidden_size: H, the width of the residual stream.
         vocab_size: rows of the embedding; None when config.json leaves it to the class.
@@ -79,9 +82,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
         has_tied_embeddings: the output head is the embedding.
         num_attention_heads: query heads, when stated.
         num_key_value_heads: heads of the KV cache, when stated or implied by `num_attention_heads`.
-        head_dim: size of a head, when stated or implied.
+        head_dim: size of a head, when stated or implied; never implied where keys and values are compressed.
         not_plain: what keeps its layers from being full attention over all earlier tokens, at positions that do
             not depend on the length of the sequence, as the key says it; None when nothing does.
+        intermediate_size: units of a dense MLP, when stated.
+        moe_intermediate_size: units of one expert, when stated.
+        num_experts: routed experts of a layer, when stated.
+        quantization: the method of quantized weights ("compressed-tensors", "fp8", ...); None for plain ones.
+        remote_code: files of Python code that config.json and tokenizer_config.json want to be run.
     """
 
     folder: Path
@@ -101,6 +109,11 @@ class Checkpoint(msgspec.Struct, frozen=True):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     not_plain: str | None = None
+    quantization: str | None = None
+    remote_code: tuple[str, ...] = ()
+    intermediate_size: int | None = None
+    moe_intermediate_size: int | None = None
+    num_experts: int | None = None
 
 
 def resolve(path: str, revision: str | None = None) -> Path:
@@ -139,7 +152,7 @@ def read(folder: Path) -> Checkpoint:
         PreflightError: config.json is missing, broken or lacks a key; weights are missing or cut off.
     """
     content, config = _read_config(folder)
-    where, text = _text_config(config)
+    where, text = _text_config(folder, config)
     weights, tensor_names = _read_weights(folder)
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     if not isinstance(tied, bool):
@@ -147,12 +160,14 @@ def read(folder: Path) -> Checkpoint:
         tied = not any(name.endswith("lm_head.weight") for name in tensor_names)
     hidden_size = _required_int(folder, where, text, "hidden_size", "n_embd")
     heads = _optional_int(text, "num_attention_heads", "n_head")
-    head_dim = _optional_int(text, "head_dim") or (hidden_size // heads if heads else None)
+    head_dim = _optional_int(text, "head_dim")
+    if head_dim is None and heads and "kv_lora_rank" not in text:
+        head_dim = hidden_size // heads
     return Checkpoint(
         folder=folder.resolve(),
         architecture=_architecture(folder, config),
         model_type=str(config.get("model_type", "")),
-        num_layers=_required_int(folder, where, text, "num_hidden_layers", "n_layer"),
+        num_layers=_required_int(folder, where, text, "num_hidden_layers", "n_layer", "num_layers"),
         hidden_size=hidden_size,
         vocab_size=_optional_int(text, "vocab_size") or _optional_int(config, "vocab_size"),
         max_position_embeddings=_optional_int(text, "max_position_embeddings", "n_positions"),
@@ -166,7 +181,35 @@ def read(folder: Path) -> Checkpoint:
         num_key_value_heads=_optional_int(text, "num_key_value_heads") or heads,
         head_dim=head_dim,
         not_plain=_not_plain(text),
+        quantization=_quantization(folder, config, where, text),
+        remote_code=remote_code(folder),
+        intermediate_size=_optional_int(text, "intermediate_size"),
+        moe_intermediate_size=_optional_int(text, "moe_intermediate_size"),
+        num_experts=_optional_int(text, "num_experts", "n_routed_experts", "num_local_experts"),
     )
+
+
+def remote_code(folder: Path) -> tuple[str, ...]:
+    """The files of Python code that a model folder wants to be run, from its `auto_map` entries; none is run.
+
+    Returns:
+        Sorted names such as "tokenization_x.py", or "owner/name: file.py" for code in another repository.
+
+    Raises:
+        PreflightError: a configuration that is there is not JSON.
+    """
+    maps = [_read_json(folder / name).get("auto_map") for name in ("config.json", "tokenizer_config.json")]
+    entries = [entry for found in maps if isinstance(found, dict) for entry in found.values()]
+    # A tokenizer is [slow class, fast class], either of which may be null.
+    names = [name for entry in entries for name in (entry if isinstance(entry, list) else [entry])]
+    return tuple(sorted({_code_file(name) for name in names if isinstance(name, str)}))
+
+
+def _code_file(reference: str) -> str:
+    """`REPOSITORY--module.Class` as the file that it names."""
+    repository, _, name = reference.rpartition("--")
+    file = name.split(".")[0] + ".py"
+    return f"{repository}: {file}" if repository else file
 
 
 def hash_weights(paths: Sequence[Path]) -> str:
@@ -236,33 +279,73 @@ def _commit_of(folder: Path) -> str | None:
 
 def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     path = folder / "config.json"
+    content = _read_bytes(path, "give the folder that holds config.json; a GGUF file must be converted first")
+    return content, _parse_json(path, content)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a file that need not be there."""
+    return _parse_json(path, _read_bytes(path, "copy the file again")) if path.exists() else {}
+
+
+def _read_bytes(path: Path, remedy: str) -> bytes:
     try:
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
-        raise PreflightError(
-            f"{path}: {error.strerror}",
-            remedy="give the folder that holds config.json; a GGUF file must be converted first",
-            code="model_config",
-        ) from error
+        raise PreflightError(f"{path}: {error.strerror}", remedy=remedy, code="model_config") from error
+
+
+def _parse_json(path: Path, content: bytes) -> dict[str, Any]:
     try:
-        config = json.loads(content)
+        parsed = json.loads(content)
     except ValueError as error:
         raise PreflightError(
             f"{path}: not valid JSON: {error}", remedy="copy the file again", code="model_config"
         ) from error
-    if not isinstance(config, dict):
+    if not isinstance(parsed, dict):
         raise PreflightError(
             f"{path}: expected a JSON object", remedy="copy the file again", code="model_config"
         )
-    return content, config
+    return parsed
 
 
-def _text_config(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _text_config(folder: Path, config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The language model's part of a configuration, and its key with a dot (or nothing)."""
     for key in TEXT_CONFIGS:
-        if isinstance(config.get(key), dict):
-            return f"{key}.", config[key]
+        part = config.get(key)
+        if isinstance(part, dict):
+            where, text = _text_config(folder, part)
+            return f"{key}.{where}", text
+        if part is not None:
+            raise PreflightError(
+                f"{folder / 'config.json'}: {key} is {part!r}; expected an object with the language model's shape",
+                remedy="copy the file again from the model's source",
+                code="model_config",
+            )
     return "", config
+
+
+def _quantization(folder: Path, config: Mapping[str, Any], where: str, text: Mapping[str, Any]) -> str | None:
+    """The method of quantized weights, wherever a checkpoint says it."""
+    for prefix, part in (("", config), (where, text)):
+        for key in QUANT_KEYS:
+            stated = part.get(key)
+            if stated is None:
+                continue
+            method = None
+            if isinstance(stated, dict):
+                # ModelOpt names only its algorithm.
+                method = stated.get("quant_method", "modelopt" if "quant_algo" in stated else None)
+            if not isinstance(method, str):
+                raise PreflightError(
+                    f"{folder / 'config.json'}: {prefix}{key}.quant_method is missing; without it nobody knows "
+                    "how the weights are packed",
+                    remedy="copy the file again from the model's source",
+                    code="model_config",
+                )
+            return method
+    # Where NVIDIA's ModelOpt writes it unless it is asked for one file.
+    return "modelopt" if _read_json(folder / "hf_quant_config.json").get("quantization") else None
 
 
 def _architecture(folder: Path, config: Mapping[str, Any]) -> str:

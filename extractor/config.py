@@ -51,6 +51,9 @@ class ModelSection(Section):
     allow_unverified_sglang: bool = False
     """Run on a SGLang release that was never verified; the start-up proof still decides."""
     tp: PositiveInt = 1
+    """Ranks (processes, and GPUs) over which each layer is split."""
+    gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = None
+    """Numbers of the GPUs, as nvidia-smi counts, one for each rank; None takes the first that are visible."""
     dp: PositiveInt = 1
     mem_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Upper bound on the share of GPU memory; the KV pool itself is sized from a batch."""
@@ -99,6 +102,8 @@ class TapsSection(Section):
     final: bool = True
     normed: bool = False
     convention: Literal["after", "before"] = "after"
+    as_served: bool = False
+    """Store what SGLang's own capture gives; it is not the residual stream in every class (docs/models.md)."""
 
 
 class OutputSection(Section):

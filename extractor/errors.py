@@ -8,6 +8,8 @@ programs; `exit_code` is what the command line ends with (see `docs/architecture
     |-- PreflightError     the run cannot work as asked; refused before weights are read     2
     |   |-- DiskSpaceError     the output would not fit                                      1
     |   `-- AccessError        a file or folder may not be read or written                   5
+    |-- ArgumentError      an argument of the Python API is wrong (a ValueError)             2
+    |   `-- ModelNotFoundError a folder or hub id that is not there (an OSError, too)        2
     |-- DatasetError       the input is not usable (too many rejects, no sample left)        1
     |-- LeaseError         another run owns the output, or the output is another run's       6
     |   `-- LeaseBusyError     its owner is gone and its worker still finishes a shard      75
@@ -18,7 +20,9 @@ programs; `exit_code` is what the command line ends with (see `docs/architecture
     |-- ConflictError      the supervisor refused: the run has changed, or cannot do that    6
     |-- EngineError        the engine ended the run                                          7
     |   |-- CaptureError       what SGLang returned is not what was asked for                7
-    |   `-- ProofError         the start-up proof failed                                     7
+    |   |-- ProofError         the start-up proof failed                                     7
+    |   |-- GeneratorError     a HiddenStatesGenerator cannot go on (a RuntimeError)         7
+    |   `-- RanksDisagreeError two ranks of a replica have computed different states         7
     |-- NvmlError          the GPU driver refused; never leaves the telemetry                -
     `-- BugError           cannot happen; please report                                      1
 """
@@ -75,6 +79,19 @@ class AccessError(PreflightError):
 
     code = "access"
     exit_code = 5
+
+
+class ArgumentError(TapdeckError, ValueError):
+    """An argument of the Python API is wrong; nothing was loaded or computed."""
+
+    code = "argument"
+    exit_code = 2
+
+
+class ModelNotFoundError(ArgumentError, OSError):
+    """There is no such model folder, and no such model in the local cache."""
+
+    code = "model_not_found"
 
 
 class DatasetError(TapdeckError):
@@ -144,10 +161,22 @@ class CaptureError(EngineError):
     code = "capture"
 
 
+class RanksDisagreeError(EngineError):
+    """Two ranks of a replica have computed different states, or judge the same ones differently."""
+
+    code = "ranks_disagree"
+
+
 class ProofError(EngineError):
     """The start-up proof failed: the states captured are not the boundaries asked for."""
 
     code = "proof"
+
+
+class GeneratorError(EngineError, RuntimeError):
+    """A `HiddenStatesGenerator` has no result: its engine has ended, it is closed, or the states are not usable."""
+
+    code = "generator"
 
 
 class BugError(TapdeckError):

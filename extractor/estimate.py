@@ -104,7 +104,9 @@ def size(
     return SizeEstimate(states + TOKEN_BYTES, total, longest, longest * states, num_shards)
 
 
-def block_bytes(num_tokens: int, *, hidden_size: int, num_taps: int, dtype: str) -> int:
+def block_bytes(
+    num_tokens: int, *, hidden_size: int, num_taps: int, dtype: str, num_own: int | None = None
+) -> int:
     """Host memory for the states of one batch: its rows in the dtype of the disk, and their magnitudes.
 
     Args:
@@ -112,13 +114,22 @@ def block_bytes(num_tokens: int, *, hidden_size: int, num_taps: int, dtype: str)
         hidden_size: H.
         num_taps: K, stored tensors per token.
         dtype: on disk.
+        num_own: how many of them this rank copies; None: all.
     """
-    states = num_tokens * states_bytes_per_token(hidden_size, num_taps, dtype)
+    num_copied = num_taps if num_own is None else num_own
+    states = num_tokens * states_bytes_per_token(hidden_size, num_copied, dtype)
     return aligned(states) + aligned(num_tokens * num_taps * MAGNITUDE_BYTES)
 
 
 def host_buffer_bytes(
-    *, buffers: int, max_tokens: int, longest: int, hidden_size: int, num_taps: int, dtype: str
+    *,
+    buffers: int,
+    max_tokens: int,
+    longest: int,
+    hidden_size: int,
+    num_taps: int,
+    dtype: str,
+    num_own: int | None = None,
 ) -> int:
     """Host memory between the engine and the writers: all there ever is.
 
@@ -135,9 +146,10 @@ def host_buffer_bytes(
         hidden_size: H.
         num_taps: stored tensors per token.
         dtype: on disk.
+        num_own: how many of them this rank copies; None: all.
     """
     batch, sample = (
-        block_bytes(tokens, hidden_size=hidden_size, num_taps=num_taps, dtype=dtype)
+        block_bytes(tokens, hidden_size=hidden_size, num_taps=num_taps, dtype=dtype, num_own=num_own)
         for tokens in (max_tokens, longest)
     )
     return max(buffers * batch, sample + batch)

@@ -54,7 +54,9 @@ def check(config: RunConfig) -> Facts:
         AccessError: the output folder cannot be written, an input cannot be read.
     """
     model = checkpoint.read(checkpoint.resolve(config.model.path, config.model.revision))
-    families.mechanism_of(model.architecture)
+    families.family_of(model.architecture)
+    if config.taps.as_served:
+        families.check_served(model.architecture, device_of(config))
     selection = taps.select(
         num_layers=model.num_layers,
         layers=config.taps.layers,
@@ -62,8 +64,10 @@ def check(config: RunConfig) -> Facts:
         final=config.taps.final,
         normed=config.taps.normed,
         convention=config.taps.convention,
+        as_served=config.taps.as_served,
     )
-    _check_parallel(config)
+    _check_parallel(config, model)
+    _check_gpus(config)
     sglang_args.check(config.model.sglang)
     _check_lengths(config, model)
     _check_inputs(config)
@@ -118,14 +122,78 @@ def check_writable(output: Path) -> None:
         )
 
 
-def _check_parallel(config: RunConfig) -> None:
-    for key, value in (("tp", config.model.tp), ("dp", config.model.dp)):
-        if value != 1:
+def _check_parallel(config: RunConfig, model: Checkpoint) -> None:
+    tp = config.model.tp
+    if config.model.dp != 1:
+        raise PreflightError(
+            f"model.dp = {config.model.dp}: this version runs one copy of the model",
+            remedy="set model.dp = 1",
+            code="unsupported_parallel",
+        )
+    kv_heads = model.num_key_value_heads
+    expert_ranks = max(1, tp // _ep_size(config))
+    parts = (
+        ("query heads (num_attention_heads)", model.num_attention_heads, tp),
+        # Fewer heads than ranks are repeated, evenly.
+        ("heads of the KV cache (num_key_value_heads)", kv_heads, tp if not kv_heads or kv_heads > tp else 1),
+        ("ranks over the heads of the KV cache (num_key_value_heads)", tp, min(kv_heads or 1, tp)),
+        ("units of the MLP (intermediate_size)", model.intermediate_size, tp),
+        ("units of an expert (moe_intermediate_size)", model.moe_intermediate_size, expert_ranks),
+        ("experts, by model.sglang.ep_size,", model.num_experts, _ep_size(config)),
+        ("ranks by model.sglang.ep_size", tp, _ep_size(config)),
+    )
+    for what, number, divisor in parts:
+        if number is not None and number % divisor:
             raise PreflightError(
-                f"model.{key} = {value}: this version runs one process per model",
-                remedy=f"set model.{key} = 1",
+                f"model.tp = {tp}: {number} {what} cannot be split into {divisor} equal parts",
+                remedy=f"set model.tp to one of {', '.join(map(str, _possible_tp(model)))}",
                 code="unsupported_parallel",
             )
+
+
+def _check_gpus(config: RunConfig) -> None:
+    tp, gpus = config.model.tp, config.model.gpus
+    if device_of(config) != "cuda":
+        return
+    if gpus is not None and (len(gpus) != tp or len(set(gpus)) != tp):
+        raise PreflightError(
+            f"model.gpus = {list(gpus)}: {tp} different GPUs are needed, one for each of the model.tp = {tp} ranks",
+            remedy="name as many GPUs as ranks, or change model.tp",
+            code="unsupported_parallel",
+        )
+    visible = _num_visible_gpus()
+    if gpus is None and visible is not None and visible < tp:
+        raise PreflightError(
+            f"model.tp = {tp}: {visible} GPUs are visible here, one for each rank is needed",
+            remedy=f"set model.tp = {max(visible, 1)}, or let the process see more (CUDA_VISIBLE_DEVICES)",
+            code="unsupported_parallel",
+        )
+
+
+def _num_visible_gpus() -> int | None:
+    """GPUs that a rank would see; None when that cannot be said without the driver."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([name for name in chosen.split(",") if name.strip()])
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or None
+
+
+def _ep_size(config: RunConfig) -> int:
+    size = config.model.sglang.get("ep_size", 1)
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def _possible_tp(model: Checkpoint) -> list[int]:
+    """Sizes by which heads and units can be divided, experts apart."""
+    kv_heads = model.num_key_value_heads
+    return [
+        tp
+        for tp in (1, 2, 4, 8, 16)
+        if all(
+            not number or number % tp == 0 for number in (model.num_attention_heads, model.intermediate_size)
+        )
+        and (not kv_heads or kv_heads % tp == 0 or tp % kv_heads == 0)
+    ]
 
 
 def _check_lengths(config: RunConfig, model: Checkpoint) -> None:
@@ -142,12 +210,16 @@ def _check_lengths(config: RunConfig, model: Checkpoint) -> None:
 def _check_chunks(config: RunConfig, model: Checkpoint) -> None:
     """Refuses samples longer than a batch where nobody has shown that chunks give the states of the whole."""
     cache_dtype = config.model.sglang.get("kv_cache_dtype", "auto")
+    family = families.family_of(model.architecture)
     if model.not_plain is not None:
         why = (
             f"{model.folder / 'config.json'}: {model.not_plain}; chunks were tested with full attention only"
         )
-    elif model.architecture not in families.CHUNKS_VERIFIED:
-        tested = ", ".join(sorted(families.CHUNKS_VERIFIED))
+    elif family.has_state:
+        why = f"some layers of {model.architecture} carry a state from token to token; chunks were tested with full "
+        why += "attention only"
+    elif not family.chunks_verified:
+        tested = ", ".join(sorted(name for name, other in families.FAMILIES.items() if other.chunks_verified))
         why = f"chunks were not tested with the model class {model.architecture} (but with {tested})"
     elif cache_dtype != "auto":
         why = f"model.sglang.kv_cache_dtype = {cache_dtype!r}: a chunk would read what came before it rounded"
@@ -186,8 +258,11 @@ def _dtype(wanted: str, model: Checkpoint) -> Dtype:
 
 def device_of(config: RunConfig) -> Device:
     """Where the model of a run will run on this machine."""
-    if config.model.device != "auto":
-        return config.model.device
+    return local_device() if config.model.device == "auto" else config.model.device
+
+
+def local_device() -> Device:
+    """What this machine has."""
     return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
 
 

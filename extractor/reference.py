@@ -35,8 +35,8 @@ DECODERS = ("model", "model.language_model", "language_model.model", "language_m
 """Where classes of transformers keep the stack of decoder layers with its final norm."""
 
 NORMS = ("norm", "final_layernorm")
-ROUTER = "TopKRouter"
-"""How the classes of routers end whose first output is the logits [T, experts] (transformers 5)."""
+ROUTER = "topkrouter"
+"""How the classes of routers end, in lower case, whose (first) output is the logits [T, experts] (transformers 5)."""
 
 
 class ErrorSummary(msgspec.Struct, frozen=True):
@@ -116,7 +116,9 @@ class Reference:
         """How clearly a mixture-of-experts model chooses the experts of each token.
 
         The margin of a router is the distance between the last logit that is chosen and the first that is
-        not, relative to the sum of their sizes. Below 2**-8 rounding to bfloat16 may swap the two.
+        not, relative to the sum of their sizes. Below 2**-8 rounding to bfloat16 may swap the two. Where a
+        model chooses by something made of the logits (a sigmoid plus a bias, first of groups and then of
+        experts), each distance is relative to what a change of the logits by their own size would move.
 
         Args:
             input_ids: token ids, int32 [T].
@@ -126,14 +128,20 @@ class Reference:
         """
         margins: list[torch.Tensor] = []
 
-        def on_output(module: Any, _args: Any, output: tuple[torch.Tensor, ...]) -> None:
-            logits = output[0].float()
-            if module.top_k < logits.shape[-1]:
-                chosen, other = logits.topk(module.top_k + 1, dim=-1).values[:, -2:].unbind(dim=-1)
-                margins.append((chosen - other) / (chosen.abs() + other.abs()))
+        def watch(router: Any, block: Any) -> Any:
+            def on_output(_module: Any, _args: Any, output: Any) -> None:
+                logits = output[0] if isinstance(output, tuple) else output
+                margins.extend(_margins(logits.float(), router, block))
 
-        routers = [m for m in self._decoder.modules() if type(m).__name__.endswith(ROUTER)]
-        self._run(input_ids, [router.register_forward_hook(on_output) for router in routers])
+            return router.register_forward_hook(on_output)
+
+        modules = dict(self._decoder.named_modules())
+        hooks = [
+            watch(module, modules[path.rpartition(".")[0]])
+            for path, module in modules.items()
+            if type(module).__name__.lower().endswith(ROUTER)
+        ]
+        self._run(input_ids, hooks)
         return torch.stack(margins).amin(dim=0).cpu() if margins else None
 
     @torch.no_grad()
@@ -216,6 +224,45 @@ def summarize(errors: torch.Tensor) -> ErrorSummary:
     # By rank, not interpolated: an infinite error must not turn the percentile below it into NaN.
     rank = -(-num_tokens * 99 // 100)
     return ErrorSummary(errors.max().item(), errors.kthvalue(rank).values.item(), num_tokens)
+
+
+def _margins(logits_TE: torch.Tensor, router: Any, block: Any) -> list[torch.Tensor]:
+    """The margins [T] of one router's choices; settings are on the router or, in older releases, on its block."""
+
+    def setting(*names: str, default: Any) -> Any:
+        holders = ((part, name) for part in (router, block) for name in names)
+        return next((getattr(part, name) for part, name in holders if hasattr(part, name)), default)
+
+    num_tokens, num_experts = logits_TE.shape
+    top_k = setting("top_k", default=num_experts)
+    bias = setting("e_score_correction_bias", default=None)
+    if bias is None:
+        # Softmax and sigmoid keep the order of the logits.
+        return _gaps(logits_TE, logits_TE.abs(), top_k)
+    sigmoid = logits_TE.sigmoid()
+    scores, sizes = sigmoid + bias.float(), sigmoid * (1 - sigmoid) * logits_TE.abs()
+    groups, wanted_groups = setting("num_group", "n_group", default=1), setting("topk_group", default=1)
+    found = []
+    if wanted_groups < groups:
+        best = scores.view(num_tokens, groups, -1).topk(2, dim=-1)
+        group_scores = best.values.sum(dim=-1)
+        found += _gaps(
+            group_scores, sizes.view(num_tokens, groups, -1).gather(-1, best.indices).sum(-1), wanted_groups
+        )
+        chosen = group_scores.topk(wanted_groups, dim=-1).indices[..., None]
+        kept = chosen.expand(-1, -1, num_experts // groups)
+        scores = scores.view(num_tokens, groups, -1).gather(1, kept).flatten(1)
+        sizes = sizes.view(num_tokens, groups, -1).gather(1, kept).flatten(1)
+    return found + _gaps(scores, sizes, top_k)
+
+
+def _gaps(scores: torch.Tensor, sizes: torch.Tensor, wanted: int) -> list[torch.Tensor]:
+    """Distance [T] of the last score that is chosen to the next, relative to the sum of their sizes."""
+    if wanted >= scores.shape[-1]:
+        return []
+    values, indices = scores.topk(wanted + 1, dim=-1)
+    pair = sizes.gather(-1, indices[:, -2:]).sum(dim=-1)
+    return [(values[:, -2] - values[:, -1]) / pair.clamp_min(torch.finfo(pair.dtype).tiny)]
 
 
 @contextlib.contextmanager

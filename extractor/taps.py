@@ -43,11 +43,14 @@ class TapSelection(msgspec.Struct, frozen=True):
         taps: the stored tensors, in the order in which they are kept everywhere.
         num_layers: n, the number of decoder layers of the model.
         is_default: nobody chose these layers; they are `default_layers(n)`.
+        as_served: the layers between are what SGLang's own capture gives, whatever that is in the model's class;
+            `embed`, `final` and `normed` are the same either way.
     """
 
     taps: tuple[Tap, ...]
     num_layers: int
     is_default: bool = False
+    as_served: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -105,6 +108,7 @@ def select(
     final: bool,
     normed: bool,
     convention: Convention,
+    as_served: bool = False,
 ) -> TapSelection:
     """Resolves a selection as `run.toml` states it.
 
@@ -115,6 +119,7 @@ def select(
         final: store B(n). Layer id n-1 ("after") means the same and may be given as well.
         normed: store the output of the final norm.
         convention: what an id means: "after" layer v, or B(v) ("before", vLLM and speculators >= 0.5).
+        as_served: store what SGLang's own capture gives.
 
     Raises:
         ConfigError: an id is out of range or given twice, or nothing is selected.
@@ -131,7 +136,7 @@ def select(
         taps.append(Tap(num_layers, True, "normed"))
     if not taps:
         raise ConfigError("taps: nothing is selected", remedy="give taps.layers, or set taps.final = true")
-    return TapSelection(tuple(taps), num_layers, is_default)
+    return TapSelection(tuple(taps), num_layers, is_default, as_served)
 
 
 def _to_after(layers: Sequence[int], num_layers: int, convention: Convention) -> list[int]:

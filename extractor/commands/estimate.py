@@ -98,7 +98,9 @@ def _fill(job: jobs.Job) -> float:
 
 def environment_of(config: RunConfig, device: str) -> list[Variable]:
     """The variables that would be in force and can change the run, each with its origin."""
-    return worker_environment(os.environ, config.nccl, device=device, package_root="")[1]
+    return worker_environment(
+        os.environ, config.nccl, device=device, package_root="", gpus=config.model.gpus
+    )[1]
 
 
 def describe_environment(config: RunConfig, variables: Sequence[Variable]) -> list[str]:

@@ -21,7 +21,7 @@ from extractor import folders
 from extractor.commands import job as jobs
 from extractor.commands.conclude import conclude
 from extractor.commands.progress import RunProgress
-from extractor.errors import BugError, EngineError, LeaseBusyError
+from extractor.errors import BugError, EngineError, LeaseBusyError, TapdeckError
 from extractor.protocol import Ready
 from extractor.quantities import bytes_words
 from extractor.store import lease, listing, manifest
@@ -243,7 +243,11 @@ def _compute(
     launcher: Launcher,
 ) -> Outcome:
     environment, variables = worker_environment(
-        os.environ, job.config.nccl, device=job.facts.device, package_root=PACKAGE_ROOT
+        os.environ,
+        job.config.nccl,
+        device=job.facts.device,
+        package_root=PACKAGE_ROOT,
+        gpus=job.config.model.gpus,
     )
     for variable in variables:
         out.note(f"environment: {variable.name}={variable.value} (from {variable.origin})")
@@ -251,25 +255,39 @@ def _compute(
     job = msgspec.structs.replace(job, manifest=msgspec.structs.replace(job.manifest, env=env_record))
     tokens = sum(job.shards[shard].num_tokens for shard in found.to_do)
     events = EventLog(run_folder / "events.jsonl")
+    start = held.record.token[:8]
     with (
         contextlib.closing(events),
+        _no_leftovers(job, start),
         RunProgress(
             out, device=job.facts.device, total_tokens=tokens, total_shards=len(found.to_do)
         ) as progress,
         Replica(
-            lambda endpoint: jobs.engine_spec(job, endpoint, start=held.record.token[:8]),
+            lambda endpoint: jobs.engine_spec(job, endpoint, start=start),
             launcher=launcher,
             run_folder=run_folder,
             environment=environment,
             keep_fds=() if held.lock_fd is None else (held.lock_fd,),
         ) as replica,
     ):
-        held.add_worker(replica.process.pid)
-        out.note(f"worker: pid {replica.process.pid}, log {replica.log}")
+        for pid in replica.pids:
+            held.add_worker(pid)
+        out.note(f"worker: pid {', '.join(map(str, replica.pids))}, log {replica.log}")
         watcher = _Watcher(job, held, progress, stop, out)
         outcome = ForegroundRun(replica, found.to_do, events=events, watcher=watcher, stop=stop).run()
         events.add(Event.STOPPED if outcome.was_stopped else Event.FINISHED, shards=len(outcome.done))
     return outcome
+
+
+@contextlib.contextmanager
+def _no_leftovers(job: Job, start: str) -> Iterator[None]:
+    """Removes what ranks that were ended had in the making; of this start alone, as the lease may be lost."""
+    try:
+        yield
+    finally:
+        # What cannot be removed is removed at the next start.
+        with contextlib.suppress(TapdeckError):
+            listing.clean_parts(job.output, replica=jobs.replica_name(start))
 
 
 def _conclude(job: Job, outcome: Outcome, run_folder: Path, out: Output) -> ExtractResult:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from extractor import folders, plan, preflight
+from extractor import families, folders, plan, preflight
 from extractor.commands.prepare import ProgressNotes
 from extractor.config import RunConfig
 from extractor.dataset.prepare import prepare
@@ -59,14 +59,19 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def host_buffer_bytes(self) -> int:
-        """Host memory for states between the engine and the writers."""
-        return host_buffer_bytes(
-            buffers=self.config.writer.buffers,
-            max_tokens=self.geometry.max_tokens,
-            longest=self.size.largest_sample_tokens,
-            hidden_size=self.facts.model.hidden_size,
-            num_taps=len(self.facts.taps.taps),
-            dtype=self.facts.store_dtype,
+        """Host memory for states between the engine and the writers, of all ranks together."""
+        num_taps, tp = len(self.facts.taps.taps), self.config.model.tp
+        return sum(
+            host_buffer_bytes(
+                buffers=self.config.writer.buffers,
+                max_tokens=self.geometry.max_tokens,
+                longest=self.size.largest_sample_tokens,
+                hidden_size=self.facts.model.hidden_size,
+                num_taps=num_taps,
+                num_own=len(range(rank, num_taps, tp)),
+                dtype=self.facts.store_dtype,
+            )
+            for rank in range(tp)
         )
 
     @property
@@ -129,7 +134,16 @@ def describe_taps(facts: Facts) -> Sequence[str]:
         f' ids "before" (vLLM, speculators >= 0.5): {list(taps.ids("before"))}',
         f"  draft model configuration: SGLang {list(taps.auxiliary_ids('after'))},"
         f" vLLM {list(taps.auxiliary_ids('before'))}",
+        *([_describe_served(facts)] if taps.as_served else []),
     )
+
+
+def _describe_served(facts: Facts) -> str:
+    words = {
+        "boundary": "the residual stream, as without it",
+        "branch": "the last branch's output WITHOUT the residual",
+    }
+    return f"  as served by SGLang: {words[families.family_of(facts.model.architecture).served]}"
 
 
 def engine_spec(job: Job, endpoint: str, *, start: str = "") -> EngineSpec:
@@ -161,11 +175,17 @@ def engine_spec(job: Job, endpoint: str, *, start: str = "") -> EngineSpec:
         num_samples=len(job.prepared),
         output=str(job.output.resolve()),
         fingerprint=manifests.fingerprint(job.manifest),
-        replica=f"0-{start}" if start else "0",
+        replica=replica_name(start),
         writer_threads=config.writer.threads,
         buffers=config.writer.buffers,
         endpoint=endpoint,
+        tp=config.model.tp,
     )
+
+
+def replica_name(start: str) -> str:
+    """Name of the replica of one start, and so of its part folders."""
+    return f"0-{start}" if start else "0"
 
 
 def scan_output(job: Job) -> ScanResult:
@@ -237,6 +257,7 @@ def require_same_settings(config: RunConfig, facts: Facts) -> None:
         device=facts.device,
         attention_backend=config.model.attention_backend,
         sglang_args=config.model.sglang,
+        tp=config.model.tp,
     )
     manifests.require_same(old, now, output)
 
@@ -309,12 +330,13 @@ def _manifest(
         data=_data_record(config),
         mask=config.data.mask.model_dump(),
         geometry=geometry,
-        taps=TapsRecord.of(facts.taps),
+        taps=TapsRecord.of(facts.taps, served=families.family_of(facts.model.architecture).served),
         dtype=facts.store_dtype,
         compute_dtype=facts.dtype,
         device=facts.device,
         attention_backend=config.model.attention_backend,
         sglang_args=config.model.sglang,
+        tp=config.model.tp,
         totals=Totals(
             samples=len(prepared),
             tokens=int(prepared.lengths.sum()),

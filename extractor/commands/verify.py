@@ -172,6 +172,13 @@ def recompute(
     from extractor.commands.recompute import compare_with_transformers
 
     manifest = manifests.read(output)
+    if manifest.taps.holds != "boundary":
+        raise PreflightError(
+            f"{output} holds what SGLang serves (taps.as_served), which in {manifest.model.architecture} is not the "
+            "residual stream: transformers has nothing to compare it with",
+            remedy="verify without --against transformers",
+            code="as_served",
+        )
     folder = _model_folder(manifest, model_folder)
     samples = draw(output, num_samples, seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,8 +1,9 @@
 """The chat template: where it comes from, how a conversation is rendered with it, what its source says.
 
 The template is that of the model's own tokenizer, or a Jinja file that the config names. It is rendered by
-transformers' own engine (sandboxed), so the text is what serving would see. Nothing here touches the
-network, and code of the model's folder runs only when the config says so.
+transformers' own engine (sandboxed), so the text is what serving would see; a tokenizer of the model folder's
+own code that prepares the variables of its template (tool declarations, for example) renders by itself. Nothing
+here touches the network, and code of the model's folder runs only when the config says so.
 
 Invariants: rendering is a function of its arguments alone (`strftime_now` gives a fixed day, or a resumed
 run would see other tokens than the run that it continues); a template that raises rejects the record and
@@ -11,9 +12,11 @@ nothing else; tool-call arguments reach the template in the form that it works w
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
@@ -21,8 +24,10 @@ import jinja2.ext
 import jinja2.sandbox
 import msgspec
 from jinja2 import nodes
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from extractor import checkpoint
 from extractor.dataset.records import decode_arguments
 from extractor.dataset.rejects import RecordRejectedError
 from extractor.errors import ConfigError, PreflightError
@@ -41,6 +46,8 @@ TEMPLATE_DATE = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 # Noncharacters: no text should hold them; a record that does is refused where they would confuse.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "conversations", "chat_template"}
+_REMOTE_MODULES = "transformers_modules."
+"""Where transformers puts code of model folders."""
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -63,8 +70,27 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, text: str, *, source: str, args: Mapping[str, Any], special_tokens: Mapping[str, str]
+        self,
+        text: str,
+        *,
+        source: str,
+        args: Mapping[str, Any],
+        special_tokens: Mapping[str, str],
+        renderer: Callable[..., Any] | None = None,
     ) -> None:
+        """Compiles the source.
+
+        Args:
+            text: the Jinja source.
+            source: "tokenizer", or the name of the file.
+            args: variables for the template.
+            special_tokens: further variables: `bos_token` and the like.
+            renderer: `apply_chat_template` of a tokenizer that has its own; None for transformers' engine.
+
+        Raises:
+            ConfigError: an argument has a name that is taken.
+            PreflightError: the source is not valid Jinja.
+        """
         reserved = sorted(_RESERVED & args.keys())
         if reserved:
             raise ConfigError(
@@ -74,6 +100,7 @@ class ChatTemplate:
         self.text = text
         self.source = source
         self._variables = {"strftime_now": TEMPLATE_DATE.strftime, **special_tokens, **args}
+        self._renderer = renderer
         tree, self._marking = _compile(text, source)
         self.has_marks = any(data.data == _OPEN for data in tree.find_all(nodes.TemplateData))
         self.literals = _find_literals(tree, self._variables.values())
@@ -95,6 +122,10 @@ class ChatTemplate:
         special = {
             key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
         }
+        # Only code of the model's folder: what transformers brings renders as its engine does.
+        is_own = type(tokenizer).__module__.startswith(_REMOTE_MODULES)
+        own_method = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        renderer = tokenizer.apply_chat_template if is_own and own_method else None
         if template is not None:
             try:
                 text = template.read_text(encoding="utf-8")
@@ -102,7 +133,7 @@ class ChatTemplate:
                 raise PreflightError(
                     f"{template}: {error}", remedy="name a readable Jinja file in data.template"
                 ) from error
-            return cls(text, source=template.name, args=args, special_tokens=special)
+            return cls(text, source=template.name, args=args, special_tokens=special, renderer=renderer)
         own = tokenizer.chat_template
         if isinstance(own, dict):
             own = own.get("default")
@@ -112,7 +143,7 @@ class ChatTemplate:
                 remedy='name a Jinja file: data.template = "template.jinja"',
                 code="missing_template",
             )
-        return cls(own, source="tokenizer", args=args, special_tokens=special)
+        return cls(own, source="tokenizer", args=args, special_tokens=special, renderer=renderer)
 
     def render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The text of a whole conversation, without a generation prompt.
@@ -167,6 +198,8 @@ class ChatTemplate:
                 raise refused from None
 
     def _render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        if self._renderer is not None:
+            return self._render_by_tokenizer(self._renderer, messages, tools)
         try:
             texts, _ = render_jinja_template(
                 conversations=[messages],
@@ -178,6 +211,27 @@ class ChatTemplate:
         except _RENDER_ERRORS as error:
             raise RecordRejectedError("template_error", f"{type(error).__name__}: {error}") from error
         return str(texts[0])
+
+    def _render_by_tokenizer(
+        self,
+        renderer: Callable[..., Any],
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
+        try:
+            # Such code prints, and stdout belongs to results.
+            with contextlib.redirect_stdout(sys.stderr):
+                text = renderer(
+                    messages,
+                    tools=None if tools is None else [dict(tool) for tool in tools],
+                    chat_template=self.text,
+                    tokenize=False,
+                    add_generation_prompt=False,
+                    **self._variables,
+                )
+        except Exception as error:
+            raise RecordRejectedError("template_error", f"{type(error).__name__}: {error}") from error
+        return str(text)
 
     def _render_marked(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
@@ -213,10 +267,11 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError) as error:
+    except Exception as error:
         remedy = "check that the folder holds the tokenizer's files"
-        if "trust_remote_code" in str(error):
-            remedy = "read that code; if you trust it, set model.trust_remote_code = true"
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            code = ", ".join(checkpoint.remote_code(folder)) or "that code"
+            remedy = f"read {code}; if you trust it, set model.trust_remote_code = true"
         raise PreflightError(f"the tokenizer in {folder} cannot be loaded: {error}", remedy=remedy) from error
 
 

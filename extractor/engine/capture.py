@@ -1,11 +1,10 @@
 """Which tensors are taken out of a forward pass, and the checks that every batch goes through.
 
-Shapes: T tokens of the batch, H hidden size, K boundaries captured by SGLang itself.
+Shapes: T tokens of the batch, H hidden size, K boundaries taken by the adapter.
 
-Boundaries 1..n-1 come from SGLang's own EAGLE-3 capture, through one adapter per mechanism (see
-`extractor.families`); an adapter sets **and clears**, and can read back what is set. B(0) is the input of
-the first layer. B(n) and `normed` come from a hook on the final norm, since SGLang's loop never visits the
-last boundary. SGLang's `set_eagle3_layers_to_capture` is never called: its ids mean different things by class.
+Boundaries 1..n-1 come through one adapter per mechanism (`extractor.engine.adapters`), mostly from SGLang's own
+EAGLE-3 capture. B(0) is the input of the first layer. B(n) and `normed` come from a hook on the final norm,
+since SGLang's loop does not visit the last boundary in most classes.
 
 Invariant: what `collect` returns has exactly the taps asked for, each [T, H], of the model's dtype and
 width; anything else raises `CaptureError` and ends the run.
@@ -13,115 +12,45 @@ width; anything else raises `CaptureError` and ends the run.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from extractor.engine.adapters import adapter_for
+from extractor.engine.anatomy import entering_tensor
 from extractor.errors import BugError, CaptureError
-from extractor.families import mechanism_of
+from extractor.families import Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
+    from extractor.engine.anatomy import Anatomy
     from extractor.taps import TapSelection
 
-
-class CaptureAdapter(Protocol):
-    """Sets, clears and reads back what SGLang captures in one family of classes."""
-
-    mechanism: str
-
-    def set(self, boundaries: Sequence[int]) -> None:
-        """Captures exactly these boundaries, each in 1..n-1, ascending; none switches capture off."""
-
-    def active(self) -> tuple[int, ...]:
-        """The boundaries that the model would capture now, ascending."""
-
-
-class ListAdapter:
-    """Classes that keep a list of boundaries on the inner model (Llama, Qwen2, Qwen3)."""
-
-    mechanism = "list"
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def set(self, boundaries: Sequence[int]) -> None:
-        """See `CaptureAdapter`."""
-        self._model.model.layers_to_capture = list(boundaries)
-        # With an empty list the inner model returns one tensor, so the wrapper must not unpack two.
-        self._model.capture_aux_hidden_states = bool(boundaries)
-
-    def active(self) -> tuple[int, ...]:
-        """See `CaptureAdapter`."""
-        return tuple(sorted(self._model.model.layers_to_capture))
-
-
-class FlagAdapter:
-    """Classes that keep a flag on every layer, which SGLang's own setter never clears (Qwen3-MoE)."""
-
-    mechanism = "flag"
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def set(self, boundaries: Sequence[int]) -> None:
-        """See `CaptureAdapter`."""
-        wanted = set(boundaries)
-        for index, layer in enumerate(self._model.model.layers):
-            layer._is_layer_to_capture = index in wanted  # noqa: SLF001 - the mechanism itself
-        self._model.model.layers_to_capture = list(boundaries)
-        self._model.capture_aux_hidden_states = bool(boundaries)
-
-    def active(self) -> tuple[int, ...]:
-        """See `CaptureAdapter`."""
-        layers = self._model.model.layers
-        return tuple(i for i, layer in enumerate(layers) if getattr(layer, "_is_layer_to_capture", False))
-
-
-ADAPTERS: Mapping[str, type[ListAdapter] | type[FlagAdapter]] = {
-    adapter.mechanism: adapter for adapter in (ListAdapter, FlagAdapter)
-}
-
-
-def adapter_for(model: Any) -> CaptureAdapter:
-    """The adapter of a loaded model, by its class.
-
-    Raises:
-        PreflightError: the class is not supported.
-        CaptureError: the class lacks an attribute that its mechanism needs (another SGLang release?).
-    """
-    adapter = ADAPTERS[mechanism_of(type(model).__name__)](model)
-    missing = [
-        name
-        for owner, name in ((model, "capture_aux_hidden_states"), (model, "model"), (model, "lm_head"))
-        if not hasattr(owner, name)
-    ]
-    missing += [
-        f"model.{name}" for name in ("layers", "norm", "layers_to_capture") if not hasattr(model.model, name)
-    ]
-    if missing:
-        raise CaptureError(
-            f"{type(model).__name__} has no {', '.join(missing)}; capture by {adapter.mechanism} needs them",
-            remedy="use a verified SGLang release",
-        )
-    return adapter
+FIRST_LAYER = Entry("layers.0", 1)
 
 
 class Capture:
     """Takes the selected taps out of each forward pass of one loaded model."""
 
-    def __init__(self, model: Any, *, hidden_size: int, dtype: torch.dtype) -> None:
-        self._inner = model.model
-        self._adapter = adapter_for(model)
+    def __init__(self, anatomy: Anatomy, *, hidden_size: int, dtype: torch.dtype) -> None:
+        self._anatomy = anatomy
+        self._adapter = adapter_for(anatomy)
+        self._as_served = False
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._taps: TapSelection | None = None
         self._boundaries: tuple[int, ...] = ()
+        # The proof calls the same norms between batches, which is not to be seen.
+        self._is_in_batch = False
         self._begin()
-        self._inner.layers[0].register_forward_pre_hook(self._on_first_layer, with_kwargs=True)
-        self._inner.norm.register_forward_hook(self._on_final_norm)
-        self._inner.register_forward_hook(self._on_inner_model)
+        family, inner = anatomy.family, anatomy.inner
+        if family.calls_forward:
+            # No hook on model or layers runs there; norms and the logits processor are called as modules.
+            anatomy.input_norm(0).register_forward_pre_hook(self._on_first_norm)
+            anatomy.logits_processor.register_forward_pre_hook(self._on_logits_processor)
+        else:
+            anatomy.layers[0].register_forward_pre_hook(self._on_first_layer, with_kwargs=True)
+            inner.register_forward_hook(self._on_inner_model)
+        anatomy.final_norm.register_forward_hook(self._on_final_norm)
 
     def _begin(self) -> None:
         self._embed_TH: torch.Tensor | None = None
@@ -132,12 +61,16 @@ class Capture:
 
     def set_taps(self, taps: TapSelection) -> None:
         """Selects what is captured from the next batch on."""
-        n = len(self._inner.layers)
+        n = len(self._anatomy.layers)
         if taps.num_layers != n:
             raise CaptureError(
                 f"the model has {n} layers, its config.json says {taps.num_layers}",
                 remedy="use the config.json that belongs to these weights",
             )
+        if taps.as_served != self._as_served:
+            self._adapter.set(())
+            self._adapter = adapter_for(self._anatomy, as_served=taps.as_served)
+            self._as_served = taps.as_served
         self._taps = taps
         self._boundaries = tuple(k for k in taps.boundaries if 0 < k < n)
         self._adapter.set(self._boundaries)
@@ -160,6 +93,9 @@ class Capture:
                 + (f"; no capture flag on layer {lost}" if lost else ""),
                 code="capture_flags",
             )
+        self._adapter.check_switch(is_on=bool(self._boundaries))
+        self._adapter.begin_batch()
+        self._is_in_batch = True
 
     def collect(self, num_tokens: int) -> dict[str, torch.Tensor]:
         """The taps of the batch that was just run.
@@ -175,10 +111,12 @@ class Capture:
         """
         if self._taps is None:
             raise BugError("collect before set_taps")
+        self._is_in_batch = False
         if self._norm_calls != 1:
             raise CaptureError(
                 f"the final norm ran {self._norm_calls} times in one batch, expected once; "
-                "final and normed cannot be trusted",
+                + ("a fused path passes it by, or its hook is gone; " if not self._norm_calls else "")
+                + "final and normed cannot be trusted",
                 code="final_norm_calls",
             )
         between = dict(zip(self._boundaries, self._unpack(), strict=True))
@@ -228,21 +166,40 @@ class Capture:
         return state_TH
 
     def _on_first_layer(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._taps is not None and 0 in self._taps.boundaries:
+        self._take_embed(entering_tensor(FIRST_LAYER, args, kwargs))
+
+    def _on_first_norm(self, _: object, args: tuple[Any, ...]) -> None:
+        self._take_embed(args[0])
+
+    def _take_embed(self, state_TH: torch.Tensor) -> None:
+        if self._is_in_batch and self._taps is not None and 0 in self._taps.boundaries:
             # Cloned: fused norms add to the residual in place, and here that is this very tensor.
-            self._embed_TH = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]).clone()
+            self._embed_TH = state_TH.clone()
 
     def _on_final_norm(self, _: object, args: tuple[Any, ...], output: Any) -> None:
+        if not self._is_in_batch:
+            return
         self._norm_calls += 1
+        outputs = len(output) if isinstance(output, tuple) else 1
+        if outputs != self._anatomy.family.norm_outputs:
+            raise CaptureError(
+                f"{self._anatomy.name}: the final norm returned {outputs} tensors, expected "
+                f"{self._anatomy.family.norm_outputs}: which of them is the last boundary is not known",
+                remedy="use a verified SGLang release",
+                code="final_norm_outputs",
+            )
         if isinstance(output, tuple):
             self._normed_TH, self._final_TH = output
         else:
             self._normed_TH, self._final_TH = output, args[0]
 
+    def _on_logits_processor(self, _: object, args: tuple[Any, ...]) -> None:
+        aux = args[4] if len(args) > 4 else None
+        self._on_inner_model(None, None, None if aux is None else (args[1], aux))
+
     def _on_inner_model(self, _: object, __: object, output: Any) -> None:
         # A list of [T, H], or one tensor with the captures side by side.
-        captured = output[1] if isinstance(output, tuple) else []
-        self._captured = [captured] if isinstance(captured, torch.Tensor) else list(captured)
+        self._captured = self._adapter.captured(output)
         if self._captured and not self._boundaries:
             raise CaptureError(
                 f"SGLang returned {len(self._captured)} captured tensors, none was asked for",

@@ -2,7 +2,8 @@
 
 Shapes: K taps, T tokens of a batch, H hidden size. A block holds the states of one batch as [K, T, H] in
 the dtype of the disk, each tap contiguous, so that writer threads write straight from it. It is filled at once,
-or chunk by chunk in the order of the rows.
+or chunk by chunk in the order of the rows. Where several ranks write, a rank copies the rows of its own taps alone,
+and looks at the values of all: verdicts are the same everywhere.
 
 Invariants: host memory is bounded by the arena, whatever the disk does; a range of it is filled again only after
 its block was released; a block's rows are read only after `wait`; of what was computed on the device, the pool
@@ -36,7 +37,15 @@ class HostPool:
         arena: who has which part of it.
     """
 
-    def __init__(self, *, num_bytes: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        *,
+        num_bytes: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: str,
+        own: slice = slice(None),
+    ) -> None:
         """Allocates the memory; pins it when the states come from CUDA (at about 1.4 GB/s).
 
         Args:
@@ -44,12 +53,14 @@ class HostPool:
             hidden_size: H.
             dtype: on disk.
             device: "cuda" or "cpu".
+            own: which of the taps, in stored order, are copied.
 
         Raises:
             EngineError: so much memory cannot be pinned.
         """
         self.num_bytes = num_bytes
         self.arena = Arena(num_bytes)
+        self._own = own
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]  # torch ships none
@@ -83,21 +94,24 @@ class HostPool:
             BugError: the pool was made for smaller batches.
         """
         num_tokens = sum(lengths)
+        own = taps[self._own]
         size = block_bytes(
             num_tokens,
             hidden_size=self._hidden_size,
             num_taps=len(taps),
+            num_own=len(own),
             dtype=str(self._dtype).removeprefix("torch."),
         )
         begin = self.arena.take(size)
         memory = self._memory[begin : begin + size]
-        states_bytes = len(taps) * num_tokens * self._hidden_size * self._dtype.itemsize
+        states_bytes = len(own) * num_tokens * self._hidden_size * self._dtype.itemsize
         magnitude_bytes = len(taps) * num_tokens * MAGNITUDE_BYTES
         return CopiedBatch(
             self,
             begin,
             taps=taps,
-            host_KTH=memory[:states_bytes].view(self._dtype).view(len(taps), num_tokens, -1),
+            own=own,
+            host_KTH=memory[:states_bytes].view(self._dtype).view(len(own), num_tokens, self._hidden_size),
             absmax_KT=memory[aligned(states_bytes) :][:magnitude_bytes]
             .view(torch.float32)
             .view(len(taps), num_tokens),
@@ -131,10 +145,13 @@ class HostPool:
     def _copy_all(
         self, states: Sequence[torch.Tensor], host_KTH: torch.Tensor, absmax_KT: torch.Tensor
     ) -> None:
+        rows = iter(host_KTH)
+        own = set(range(len(states))[self._own])
         for row, state_TH in enumerate(states):
             # Verdicts are about what is stored, so the cast comes first: it can overflow.
             stored_TH = state_TH.to(self._dtype).contiguous()
-            host_KTH[row].copy_(stored_TH, non_blocking=True)
+            if row in own:
+                next(rows).copy_(stored_TH, non_blocking=True)
             absmax_KT[row].copy_(stored_TH.abs().amax(dim=-1), non_blocking=True)
 
 
@@ -163,14 +180,15 @@ class CopiedBatch:
         begin: int,
         *,
         taps: Sequence[str],
+        own: Sequence[str],
         host_KTH: torch.Tensor,
         absmax_KT: torch.Tensor,
         lengths: Sequence[int],
     ) -> None:
         self._pool = pool
         self._begin = begin
-        self._taps = list(taps)
-        self._rows = {tap: host_KTH[row] for row, tap in enumerate(taps)}
+        self._taps = tuple(taps)
+        self._rows = {tap: host_KTH[row] for row, tap in enumerate(own)}
         self._host_KTH = host_KTH
         self._absmax_KT = absmax_KT
         self._lengths = list(lengths)
@@ -184,6 +202,11 @@ class CopiedBatch:
         """T, the rows of each tap."""
         return sum(self._lengths)
 
+    @property
+    def own_taps(self) -> tuple[str, ...]:
+        """The taps whose rows it holds."""
+        return tuple(self._rows)
+
     def fill(self, states: Mapping[str, torch.Tensor]) -> None:
         """Starts the copy of the next rows, and waits for the copy before it. One thread.
 
@@ -196,7 +219,7 @@ class CopiedBatch:
         """
         num_rows = next(iter(states.values())).shape[0]
         begin, end = self._num_filled, self._num_filled + num_rows
-        if list(states) != self._taps or end > self.num_tokens:
+        if tuple(states) != self._taps or end > self.num_tokens:
             raise BugError(
                 f"rows {begin} to {end} of the taps {', '.join(states)}, for a block of {self.num_tokens} rows of "
                 f"{', '.join(self._taps)}"
@@ -226,12 +249,18 @@ class CopiedBatch:
                 self._verdicts = _judge(self._absmax_KT.numpy(), self._lengths)
             return self._verdicts
 
+    def magnitudes(self, tap: str) -> memoryview:
+        """The largest magnitude of each row [T] of any tap, as bytes of float32. Call after `wait`."""
+        absmax_T = self._absmax_KT[self._taps.index(tap)].numpy()
+        # A NaN has many bit patterns, and which one comes out of a reduction is nobody's promise.
+        return np.where(np.isnan(absmax_T), np.float32("nan"), absmax_T).view(np.uint8).data
+
     def rows(self, tap: str) -> memoryview:
-        """The bytes of one tap, [T, H] row-major. Call after `wait`."""
+        """The bytes of one of its own taps, [T, H] row-major. Call after `wait`."""
         return self._rows[tap].reshape(-1).view(torch.uint8).numpy().data
 
     def tensor(self, tap: str) -> torch.Tensor:
-        """One tap as [T, H] in the dtype of the disk; a view of the arena. Call after `wait`."""
+        """One of its own taps as [T, H] in the dtype of the disk; a view of the arena. Call after `wait`."""
         return self._rows[tap]
 
     def release(self) -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from extractor.engine.capture import Capture
 from extractor.engine.hostcopy import HostPool
+from extractor.engine.lockstep import Alone
+from extractor.engine.proof import prove
 from extractor.engine.sglang_compat import Runner
 from extractor.errors import BugError, EngineError
 from extractor.estimate import host_buffer_bytes
@@ -23,8 +26,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from extractor.engine.hostcopy import CopiedBatch
+    from extractor.engine.lockstep import Lockstep
     from extractor.engine.sglang_compat import Prefill
-    from extractor.protocol import EngineSpec
+    from extractor.protocol import EngineSpec, ProofLine
+    from extractor.taps import TapSelection
 
 
 class Engine:
@@ -32,24 +37,63 @@ class Engine:
 
     Attributes:
         spec: what it was started from.
+        rank: of this process within its replica.
+        lockstep: the other ranks.
         runner: the SGLang runner.
         capture: the taps.
         pool: host memory for the states of batches.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
-        """Loads the weights; takes seconds to minutes.
+    def __init__(self, spec: EngineSpec, rank: int = 0, lockstep: Lockstep | None = None) -> None:
+        """Loads the weights; takes seconds to minutes. On all ranks of a replica at the same time.
+
+        Args:
+            spec: of the replica.
+            rank: of this process.
+            lockstep: the other ranks; None: there are none.
 
         Raises:
             EngineError: SGLang refuses the model or a setting.
         """
         self.spec = spec
-        self.runner = Runner(spec)
+        self.rank = rank
+        self.lockstep = lockstep or Alone()
+        self.runner = Runner(spec, rank, self.lockstep)
         self.capture = Capture(
-            self.runner.model, hidden_size=spec.hidden_size, dtype=getattr(torch, spec.dtype)
+            self.runner.anatomy, hidden_size=spec.hidden_size, dtype=getattr(torch, spec.dtype)
         )
         self.capture.set_taps(spec.taps)
-        self.pool = host_pool(spec)
+        self.pool = host_pool(spec, rank)
+
+    def set_taps(
+        self, taps: TapSelection, sequences: Sequence[np.ndarray], in_chunks: np.ndarray | None = None
+    ) -> tuple[ProofLine, ...]:
+        """Changes what is captured from the next batch on, and proves it; between two batches.
+
+        Args:
+            taps: the new selection.
+            sequences: two or more token id arrays that differ, int32 [t] each, for the proof.
+            in_chunks: where batches may be long samples in chunks: one for the proof of that, as in `prove`.
+
+        Returns:
+            The checks of the proof with their errors.
+
+        Raises:
+            ProofError: a check failed. The earlier taps are in force again.
+            CaptureError: SGLang does not capture what was asked for. The earlier taps are in force again.
+        """
+        before, pool = self.spec, self.pool
+        try:
+            self.capture.set_taps(taps)
+            self.spec = msgspec.structs.replace(before, taps=taps)
+            if host_pool_bytes(self.spec, self.rank) > pool.num_bytes:
+                # Blocks on their way to the disk give their memory back to the earlier pool.
+                self.pool = host_pool(self.spec, self.rank)
+            return prove(self, sequences, in_chunks)
+        except BaseException:
+            self.spec, self.pool = before, pool
+            self.capture.set_taps(before.taps)
+            raise
 
     def compute(self, sequences: Sequence[np.ndarray]) -> CopiedBatch:
         """One batch of the plan, packed or a long sample in chunks; blocks until there is host memory for it.
@@ -132,23 +176,34 @@ class Engine:
                 )
 
 
-def host_pool(spec: EngineSpec) -> HostPool:
-    """The host memory for the states of a run.
+def host_pool(spec: EngineSpec, rank: int = 0) -> HostPool:
+    """The host memory for the states of a run that this rank copies.
 
     Raises:
         EngineError: there is not so much.
     """
-    num_bytes = host_buffer_bytes(
+    return HostPool(
+        num_bytes=host_pool_bytes(spec, rank),
+        hidden_size=spec.hidden_size,
+        dtype=getattr(torch, spec.store_dtype),
+        device=spec.device,
+        own=_own_taps(spec, rank),
+    )
+
+
+def host_pool_bytes(spec: EngineSpec, rank: int = 0) -> int:
+    """How much host memory that is."""
+    num_taps = len(spec.taps.taps)
+    return host_buffer_bytes(
         buffers=spec.buffers,
         max_tokens=spec.geometry.max_tokens,
         longest=spec.longest_sample,
         hidden_size=spec.hidden_size,
-        num_taps=len(spec.taps.taps),
+        num_taps=num_taps,
+        num_own=len(range(num_taps)[_own_taps(spec, rank)]),
         dtype=spec.store_dtype,
     )
-    return HostPool(
-        num_bytes=num_bytes,
-        hidden_size=spec.hidden_size,
-        dtype=getattr(torch, spec.store_dtype),
-        device=spec.device,
-    )
+
+
+def _own_taps(spec: EngineSpec, rank: int) -> slice:
+    return slice(rank, None, spec.tp)

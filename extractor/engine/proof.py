@@ -2,7 +2,8 @@
 
 Independent of SGLang's capture and of the model's size. On a small batch of real token ids:
 
-1. each B(k), k < n, put through layer k's own input norm, must be what enters layer k's attention;
+1. each B(k), k < n, put through layer k's own input norm, must be what enters layer k's attention; taken as
+   SGLang serves it where that is a branch's output, it must be that together with the residual beside it;
 2. B(n) put through the final norm must be `normed`, and that must give the logits SGLang computed;
 3. what lies in the host buffers must be the captured rows, cast to the dtype of the disk;
 4. each sample computed alone must have the rows it has in the packed batch (no rows swapped, no sample
@@ -10,15 +11,20 @@ Independent of SGLang's capture and of the model's size. On a small batch of rea
 5. where the plan has samples in chunks: one sample computed in chunks must have, in the host buffers, the rows
    that it has as a whole (positions go on, each chunk sees those before it, rows are joined in order).
 
+Where a replica has several ranks, each makes the whole proof, in step with the others, of what it captured itself.
+Before anybody judges, the captured states must be the same on all of them, to the last bit: the residual stream
+is what every layer's all-reduce gives to all. A state that differs is a part of a sum, and its norms might agree.
+
 Errors are per token, ||a-b|| / ||b|| over the hidden dimension. A proof that fails names what is wrong.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from extractor.engine.anatomy import entering_tensor
 from extractor.errors import ProofError
 from extractor.plan import Geometry, chunk_edges
 from extractor.protocol import ProofLine
@@ -44,10 +50,17 @@ ROUNDING = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-11}
 NUM_PROOF_CHUNKS = 3
 
 
+class _Watched(NamedTuple):
+    """What went into layers during one pass: into their attention, and as residual into their input norm."""
+
+    entering: dict[int, torch.Tensor]
+    residual: dict[int, torch.Tensor]
+
+
 def prove(
     engine: Engine, sequences: Sequence[np.ndarray], in_chunks: np.ndarray | None = None
 ) -> tuple[ProofLine, ...]:
-    """Runs the proof; blocking, a few small forward passes.
+    """Runs the proof; blocking, a few small forward passes. On all ranks of a replica, in step.
 
     Args:
         engine: the loaded model with its taps set.
@@ -61,8 +74,9 @@ def prove(
     Raises:
         ProofError: a check failed; the message names tap and fault.
     """
-    entering, states, prefill = _run_watched(engine, sequences)
-    lines = list(_prove_boundaries(engine, entering, states))
+    watched, states, prefill = _run_watched(engine, sequences)
+    lines = list(_prove_same_on_all_ranks(engine, states))
+    lines += _prove_boundaries(engine, watched, states)
     lines += _prove_last(engine, states, prefill)
     _prove_host_rows(engine, states, sequences)
     lines += _prove_alone(engine, states, sequences)
@@ -80,41 +94,99 @@ def token_errors(a_TH: torch.Tensor, b_TH: torch.Tensor) -> torch.Tensor:
 
 def _run_watched(
     engine: Engine, sequences: Sequence[np.ndarray]
-) -> tuple[dict[int, torch.Tensor], dict[str, torch.Tensor], Any]:
-    """One forward pass, with what enters the attention of every tapped layer and of its neighbours."""
-    layers = engine.runner.inner.layers
-    n = len(layers)
+) -> tuple[_Watched, dict[str, torch.Tensor], Any]:
+    """One forward pass, with what goes into every tapped layer and its neighbours."""
+    anatomy = engine.runner.anatomy
+    n = len(anatomy.layers)
     watched = {k + d for k in engine.spec.taps.boundaries for d in (-1, 0, 1) if 0 <= k + d < n}
-    entering: dict[int, torch.Tensor] = {}
+    seen = _Watched({}, {})
 
     def watch(index: int) -> Any:
-        def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[1]
-            entering[index] = hidden.clone()
+        module, entry = anatomy.entry(index)
 
-        return layers[index].self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+        def hook(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden_TH = entering_tensor(entry, args, kwargs)
+            dtype = hidden_TH.dtype if isinstance(hidden_TH, torch.Tensor) else type(hidden_TH).__name__
+            if dtype != getattr(torch, engine.spec.dtype):
+                raise ProofError(
+                    f"layer {index} is given {dtype} instead of {engine.spec.dtype}: its input norm also "
+                    "quantizes, and the proof cannot be made",
+                    remedy="use weights without static activation scales",
+                )
+            seen.entering[index] = hidden_TH.clone()
+
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def watch_residual(index: int) -> Any:
+        def hook(_: object, args: tuple[Any, ...]) -> None:
+            if len(args) > 1:
+                seen.residual[index] = args[1].clone()
+
+        return anatomy.input_norm(index).register_forward_pre_hook(hook)
 
     handles = [watch(index) for index in sorted(watched)]
+    if _is_branch(engine):
+        handles += [watch_residual(index) for index in sorted(watched)]
     try:
         states, prefill = engine.forward(sequences)
     finally:
         for handle in handles:
             handle.remove()
-    lost = watched - entering.keys()
+    lost = watched - seen.entering.keys()
     if lost:
         raise ProofError(f"the attention of layers {sorted(lost)} never ran; the proof cannot be made")
-    return entering, states, prefill
+    return seen, states, prefill
+
+
+def _is_branch(engine: Engine) -> bool:
+    """Whether what is stored between lacks the residual: as served, in a class that serves it so."""
+    return engine.spec.taps.as_served and engine.runner.anatomy.family.served == "branch"
+
+
+def _prove_same_on_all_ranks(engine: Engine, states: dict[str, torch.Tensor]) -> Iterator[ProofLine]:
+    if engine.spec.tp == 1:
+        return
+    final_TH, normed_TH = engine.capture.final_and_normed()
+    seen = {**states, "final": states.get("final", final_TH), "normed": states.get("normed", normed_TH)}
+    sent = {name: state_TH.float().cpu().numpy().tobytes() for name, state_TH in seen.items()}
+    first, *others = engine.lockstep.gather("captured states", sent) or [sent]
+    for rank, theirs in enumerate(others, 1):
+        for name, data in first.items():
+            if theirs[name] != data:
+                raise ProofError(
+                    _name_difference(engine, name, rank, theirs[name], data), remedy=_RANKS_REMEDY
+                )
+    # Nobody goes on into the next collective before the verdict.
+    engine.lockstep.agree("captured states are the same", lambda: True)
+    yield ProofLine(f"all taps: the same on {engine.spec.tp} ranks", 0.0, 0.0)
+
+
+_RANKS_REMEDY = (
+    "try model.sglang.disable_custom_all_reduce = true; otherwise use model.tp = 1 with this SGLang release, and "
+    "please report it"
+)
+
+
+def _name_difference(engine: Engine, name: str, rank: int, theirs: bytes, ours: bytes) -> str:
+    theirs_TH, ours_TH = (
+        torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, engine.spec.hidden_size)
+        for data in (theirs, ours)
+    )
+    error = float(token_errors(theirs_TH, ours_TH).max())
+    is_rounding = error <= NORM_BOUND[engine.spec.dtype]
+    why = "an all-reduce that gives each rank another sum?" if is_rounding else "an unreduced partial sum?"
+    return f"rank {rank}'s {name} is not rank 0's (relative error {error:.2e}): {why}"
 
 
 def _input_norm(engine: Engine, k: int, state_TH: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         # Cloned: some norm kernels write into their input.
-        normed: torch.Tensor = engine.runner.inner.layers[k].input_layernorm(state_TH.clone())
+        normed: torch.Tensor = engine.runner.anatomy.input_norm(k)(state_TH.clone())
     return normed
 
 
 def _prove_boundaries(
-    engine: Engine, entering: dict[int, torch.Tensor], states: dict[str, torch.Tensor]
+    engine: Engine, watched: _Watched, states: dict[str, torch.Tensor]
 ) -> Iterator[ProofLine]:
     bound = NORM_BOUND[engine.spec.dtype]
     n = engine.spec.taps.num_layers
@@ -122,14 +194,20 @@ def _prove_boundaries(
         k = tap.boundary
         if tap.is_normed or k == n:
             continue
-        error = float(token_errors(_input_norm(engine, k, states[tap.name]), entering[k]).max())
+        state_TH, subject = states[tap.name], f"{tap.name}: enters layer {k}"
+        if _is_branch(engine) and k > 0:
+            state_TH = state_TH + watched.residual[k]
+            subject = f"{tap.name}: as served, not B({k}); with the residual it enters layer {k}"
+        elif engine.spec.taps.as_served:
+            subject = f"{tap.name}: as served, and that is B({k}): enters layer {k}"
+        error = float(token_errors(_input_norm(engine, k, state_TH), watched.entering[k]).max())
         if not error <= bound:
             raise ProofError(
                 f"{tap.name} is not the residual stream entering layer {k}: relative error {error:.2e}, "
-                f"bound {bound:.0e}{_name_neighbour(engine, k, states[tap.name], entering, bound)}",
+                f"bound {bound:.0e}{_name_neighbour(engine, k, state_TH, watched.entering, bound)}",
                 remedy="do not use this selection with this SGLang release; please report it",
             )
-        yield ProofLine(f"{tap.name}: enters layer {k}", error, bound)
+        yield ProofLine(subject, error, bound)
 
 
 def _name_neighbour(
@@ -153,7 +231,7 @@ def _prove_last(engine: Engine, states: dict[str, torch.Tensor], prefill: Any) -
     seen_final_TH, seen_normed_TH = engine.capture.final_and_normed()
     final_TH = states.get("final", seen_final_TH)
     normed_TH = states.get("normed", seen_normed_TH)
-    norm = engine.runner.inner.norm
+    norm = engine.runner.anatomy.final_norm
     bound = NORM_BOUND[engine.spec.dtype]
     with torch.no_grad():
         error = float(token_errors(norm(final_TH.clone()), normed_TH).max())
@@ -166,7 +244,7 @@ def _prove_last(engine: Engine, states: dict[str, torch.Tensor], prefill: Any) -
                 remedy="do not use final or normed with this SGLang release; please report it",
             )
     yield ProofLine("final: its norm is normed", error, bound)
-    logits_TV = last_logits(engine.runner.model, normed_TH, prefill.forward_batch)
+    logits_TV = last_logits(engine.runner.anatomy, normed_TH, prefill.forward_batch)
     logits_error = float(token_errors(logits_TV, prefill.last_logits).max())
     if not logits_error <= LOGITS_BOUND[engine.spec.dtype]:
         raise ProofError(
@@ -183,7 +261,8 @@ def _prove_host_rows(
     block = engine.pool.copy(states, lengths)
     try:
         block.wait()
-        for name, state_TH in states.items():
+        for name in block.own_taps:
+            state_TH = states[name]
             expected_TH = state_TH.to(block.tensor(name).dtype).cpu()
             same_T = (block.tensor(name) == expected_TH).all(dim=-1)
             if not bool(same_T.all()):
@@ -225,10 +304,11 @@ def _prove_chunks(engine: Engine, ids: np.ndarray) -> Iterator[ProofLine]:
     block = engine.compute_chunks(ids, edges)
     spec = engine.spec
     bound = ALONE_BOUND[spec.dtype] + (0.0 if spec.store_dtype == spec.dtype else ROUNDING[spec.store_dtype])
+    own: dict[str, float] = {}
     try:
         block.wait()
-        for name, state_TH in whole.items():
-            whole_TH, joined_TH = state_TH.cpu(), block.tensor(name)
+        for name in block.own_taps:
+            whole_TH, joined_TH = whole[name].cpu(), block.tensor(name)
             errors_T = token_errors(joined_TH, whole_TH)
             # The first chunk has no other before it: in a median it would hide the others.
             later_T = errors_T[step:] if len(edges) > 1 else errors_T
@@ -241,9 +321,16 @@ def _prove_chunks(engine: Engine, ids: np.ndarray) -> Iterator[ProofLine]:
                     remedy="raise batch.max_tokens or lower data.max_len, so that no sample is longer than a batch; "
                     "please report it",
                 )
-            yield ProofLine(f"{name}: a sample in chunks has the same rows", error, bound)
+            own[name] = error
     finally:
         block.release()
+    # Each rank has compared the rows that it stores; the leader tells of all.
+    found: dict[str, float] = {}
+    for errors in engine.lockstep.gather("samples in chunks", own):
+        found |= errors
+    for name in whole:
+        if name in found:
+            yield ProofLine(f"{name}: a sample in chunks has the same rows", found[name], bound)
 
 
 def _name_order(

@@ -19,6 +19,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from extractor import sglang_args
+from extractor.engine.anatomy import Anatomy
 from extractor.errors import BugError, ConfigError, EngineError
 from extractor.families import VERIFIED_RELEASES
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from extractor.engine.lockstep import Lockstep
     from extractor.protocol import EngineSpec
 
 
@@ -68,19 +70,39 @@ def check_version(*, allow_unverified: bool) -> None:
         )
 
 
-def prepare_process(device: str) -> None:
-    """Sets what SGLang reads while it is imported. Call before anything imports it."""
+def prepare_process(device: str, *, rank: int = 0, tp: int = 1) -> None:
+    """Sets what SGLang reads while it is imported. Call before anything imports it, or torch.
+
+    Args:
+        device: "cuda" or "cpu".
+        rank: of this process within its replica.
+        tp: ranks of the replica.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if device != "cpu":
         return
     if "sglang" in sys.modules:
         raise BugError("sglang was imported before prepare_process")
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    if tp > 1:
+        _share_processors(rank, tp)
     # The wheel's kernel library needs a CUDA driver to load. With this placeholder SGLang takes its
     # PyTorch paths; a call that would need a kernel raises and ends the run.
     placeholder = types.ModuleType("sgl_kernel")
     placeholder.__getattr__ = _missing_kernel  # type: ignore[method-assign]  # PEP 562 on an instance
     sys.modules["sgl_kernel"] = placeholder
+
+
+def _share_processors(rank: int, tp: int) -> None:
+    """Gives each rank processors of its own, and has the ranks talk through gloo."""
+    available = sorted(os.sched_getaffinity(0))
+    shares = [available[number::tp] or available for number in range(tp)]
+    os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, own)) for own in shares))
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(shares[rank])))
+    # With several ranks SGLang compiles parts of its embedding, which needs a C++ compiler and half a minute.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    # SGLang would load NCCL beside gloo, which needs a driver; where it finds no library it does without.
+    os.environ["SGLANG_NCCL_SO_PATH"] = "/nonexistent/no-nccl-on-the-cpu"
 
 
 def _missing_kernel(name: str) -> Any:
@@ -122,27 +144,44 @@ def _server_args_fields() -> list[str]:
 
 
 class Runner:
-    """A loaded SGLang `ModelRunner` at TP=1 and the two ways we run it: packed samples, and a long one in chunks.
+    """A loaded SGLang `ModelRunner` and the two ways we run it: packed samples, and a long one in chunks.
 
     Attributes:
         model_runner: SGLang's `ModelRunner`.
-        model: the wrapper class, for example `LlamaForCausalLM`.
-        inner: the model inside it, which owns the layers and the final norm.
+        model: the loaded class, for example `LlamaForCausalLM`.
+        anatomy: where its layers, norms and head are.
         vocab_size: ids of tokens are below it.
         settings: SGLang settings in force that change numbers, for dataset.json.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, rank: int, lockstep: Lockstep) -> None:
+        """Loads the weights of one rank, when all ranks of the replica do.
+
+        Args:
+            spec: of the replica.
+            rank: of this process; on CUDA also the number of its GPU among those that it can see.
+            lockstep: the other ranks.
+
+        Raises:
+            ConfigError: SGLang has no such setting.
+            EngineError: SGLang turned on what capture cannot live with.
+        """
+        import torch
         from sglang.benchmark import one_batch
 
+        if spec.device == "cpu" and spec.tp > 1:
+            # Also where torch was loaded before `prepare_process` could say so.
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
         self._one_batch = one_batch
         args = _server_args(spec)
-        ports = _publish(args)
+        ports = _publish(args, rank)
+        # One port for all: where the ranks meet. The leader's choice was free a moment ago.
+        ports.nccl_port = lockstep.agree("the port where ranks meet", lambda: int(ports.nccl_port))
         one_batch._set_envs_and_config(args)  # noqa: SLF001 - what one_batch itself calls first
-        bench_runner, _ = one_batch.load_model(args, ports, 0, 0)
+        bench_runner, _ = one_batch.load_model(args, ports, rank, rank)
         self.model_runner = bench_runner.torch_runner
         self.model: Any = self.model_runner.model
-        self.inner: Any = self.model.model
+        self.anatomy = Anatomy(self.model)
         self.vocab_size = int(self.model_runner.model_config.vocab_size)
         self._page_size = _resolved(args, "page_size") or 1
         self.settings = {
@@ -263,7 +302,7 @@ class Runner:
         return batch
 
     def _forward_batch(self, batch: Any) -> Any:
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
         if batch.input_ids is None:
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device, non_blocking=True)
@@ -271,7 +310,10 @@ class Runner:
         keywords = {}
         if "return_hidden_states_before_norm" in inspect.signature(ForwardBatch.init_new).parameters:
             keywords["return_hidden_states_before_norm"] = False
-        return ForwardBatch.init_new(batch, self.model_runner, **keywords)
+        forward_batch = ForwardBatch.init_new(batch, self.model_runner, **keywords)
+        if self.anatomy.family.needs_capture_mode:
+            forward_batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        return forward_batch
 
 
 class LongSample:
@@ -337,19 +379,21 @@ class Prefill:
     Attributes:
         last_logits: [sequences, vocabulary], the logits of each last token.
         forward_batch: SGLang's `ForwardBatch`, for recomputing the logits in the proof.
+        logits_output: SGLang's whole answer.
     """
 
     def __init__(self, logits_output: Any, forward_batch: Any) -> None:
+        self.logits_output = logits_output
         self.last_logits: torch.Tensor = logits_output.next_token_logits
         self.forward_batch = forward_batch
 
 
-def last_logits(model: Any, normed_TH: torch.Tensor, forward_batch: Any) -> torch.Tensor:
+def last_logits(anatomy: Anatomy, normed_TH: torch.Tensor, forward_batch: Any) -> torch.Tensor:
     """The logits of each sequence's last token, from given normed states, by the model's own processor."""
     import torch
 
     with torch.no_grad():
-        output = model.logits_processor(forward_batch.input_ids, normed_TH, model.lm_head, forward_batch)
+        output = anatomy.logits_processor(forward_batch.input_ids, normed_TH, anatomy.head, forward_batch)
     logits: torch.Tensor = output.next_token_logits
     return logits
 
@@ -373,6 +417,7 @@ def _server_args(spec: EngineSpec) -> Any:
         "max_running_requests": max_sequences + 1,
         "random_seed": 0,
         "log_level": "warning",
+        "tp_size": spec.tp,
     }
     # The pool is sized by max_total_tokens; the fraction only has to leave room for it.
     values["mem_fraction_static"] = spec.mem_fraction or (0.8 if spec.device == "cpu" else None)
@@ -381,7 +426,7 @@ def _server_args(spec: EngineSpec) -> Any:
     return ServerArgs(**(values | spec.sglang_args))
 
 
-def _publish(args: Any) -> Any:
+def _publish(args: Any, rank: int) -> Any:
     """Port arguments, after what one_batch sets up in a process before it loads a model."""
     from sglang.benchmark import one_batch
     from sglang.srt.server_args import PortArgs
@@ -390,8 +435,8 @@ def _publish(args: Any) -> Any:
         from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
 
         args.resolve_once()
-        world_rank = spawn_world_rank(args, tp_rank=0, pp_rank=0)
-        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=0))
+        world_rank = spawn_world_rank(args, tp_rank=rank, pp_rank=0)
+        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=rank))
         one_batch._init_process_global_configs()  # noqa: SLF001 - what one_batch itself calls here
     else:  # 0.5.17
         for initialize in (

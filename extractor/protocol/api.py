@@ -217,6 +217,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
         pid: of rank 0; None without a process.
         shard, batch: last batch that it reported.
         restarts: since the supervisor started.
+        pids: of all ranks, in their order; none without processes.
     """
 
     name: str
@@ -226,6 +227,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     batch: int | None
     restarts: int
     load_s: float | None
+    pids: tuple[int, ...] = ()
 
 
 class EventLine(msgspec.Struct, frozen=True):

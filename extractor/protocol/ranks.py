@@ -1,6 +1,8 @@
 """What the supervisor and a replica's ranks say to each other: messages, and the spec a rank starts from.
 
 msgspec structs over pyzmq (one DEALER per rank, one ROUTER at the supervisor, identity "REPLICA.RANK").
+Requests go to rank 0 alone, which leads the others (`extractor.engine.lockstep`); of these the supervisor hears
+`Hello`, `Failed` and `Bye`.
 Requests (supervisor to rank) reject unknown fields; reports (rank to supervisor) ignore them. Every
 connection starts with `Hello`, which carries `PROTOCOL_VERSION`; a mismatch ends the connection with both
 versions named. No torch, no sglang, no clock.
@@ -15,7 +17,7 @@ import msgspec
 from extractor.plan import Geometry
 from extractor.taps import TapSelection
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -44,9 +46,10 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         replica: name of the replica, for part folders.
         writer_threads: threads that write to disk.
         buffers: host memory for states, in batches; see `extractor.estimate.host_buffer_bytes`.
-        endpoint: ZeroMQ address of the supervisor.
+        endpoint: ZeroMQ address of the supervisor, a socket in a folder of this start of the replica.
         longest_sample: tokens of the longest sample of the plan; it is computed in chunks where that is more than
             a batch.
+        tp: ranks of the replica, over which each layer is split.
         grace_s: how long a rank whose supervisor is gone may take to finish the shard in hand.
     """
 
@@ -72,6 +75,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffers: int
     endpoint: str
     longest_sample: int = 0
+    tp: int = 1
     grace_s: float = 60.0
 
     @property
@@ -116,6 +120,26 @@ class Resume(Request, frozen=True):
     """Go on after `Hold`, with the very next batch."""
 
 
+class Compute(Request, frozen=True):
+    """Compute one batch for a caller that reads the states itself (`extractor.engine.states_server`).
+
+    Attributes:
+        number: of this batch; larger than that of any before.
+        lengths: tokens of each sequence, at least one each.
+        tokens: token ids of all sequences one after the other, int32, little-endian.
+    """
+
+    number: int
+    lengths: tuple[int, ...]
+    tokens: bytes
+
+
+class Taken(Request, frozen=True):
+    """Of the batches up to this number the caller has read the states, or does not want them any more."""
+
+    number: int
+
+
 class Report(msgspec.Struct, frozen=True, tag=True):
     """Rank to supervisor."""
 
@@ -126,11 +150,13 @@ class Hello(Report, frozen=True):
     Attributes:
         pid: process id.
         start_time: start of the process in seconds since the epoch (with pid: its identity).
+        rank: its number within the replica.
     """
 
     protocol: int
     pid: int
     start_time: float
+    rank: int = 0
 
 
 class Stage(Report, frozen=True):
@@ -155,8 +181,8 @@ class Ready(Report, frozen=True):
         proof: the checks that passed.
         settings: the SGLang settings in force that matter, for dataset.json.
         versions: of python, torch, sglang and what else the states depend on.
-        buffer_bytes: host memory of the buffer pool.
-        gpu_uuid: of the GPU that the rank computes on, as NVML names it; None on the CPU.
+        buffer_bytes: host memory of the buffer pools of all ranks.
+        gpu_uuids: of the GPUs that the ranks compute on, in their order, as NVML names them; none on the CPU.
     """
 
     load_s: float
@@ -164,7 +190,7 @@ class Ready(Report, frozen=True):
     settings: dict[str, Any]
     versions: dict[str, str]
     buffer_bytes: int
-    gpu_uuid: str | None = None
+    gpu_uuids: tuple[str, ...] = ()
 
 
 class ShardStarted(Report, frozen=True):
@@ -228,24 +254,59 @@ class ShardFailed(Report, frozen=True):
     errno_name: str | None
 
 
+class StatesReady(Report, frozen=True):
+    """The states of a `Compute` are in the shared memory, [taps, tokens, H], until `Taken` says otherwise.
+
+    Attributes:
+        number: of the `Compute`.
+        num_tokens: rows of each tap.
+        verdicts: per sequence None, or why its values may not be used.
+    """
+
+    number: int
+    num_tokens: int
+    verdicts: tuple[str | None, ...]
+
+
 class Failed(Report, frozen=True):
-    """The rank cannot go on: an error that is the same for every shard."""
+    """The rank cannot go on: an error that is the same for every shard.
+
+    Attributes:
+        rank: its number within the replica.
+        at_s: when it was raised, on the monotonic clock that all processes of a machine share: of several ranks
+            the one that failed first says why.
+    """
 
     code: str
     exit_code: int
     message: str
     remedy: str | None
     trace: str
+    rank: int = 0
+    at_s: float = 0.0
 
 
 class Bye(Report, frozen=True):
     """Last message of a rank."""
 
     peak_rss_bytes: int
+    rank: int = 0
 
 
-AnyRequest = WorkShard | Finish | Stop | Drain | Hold | Resume
-AnyReport = Hello | Stage | Ready | ShardStarted | Held | BatchDone | ShardDone | ShardFailed | Failed | Bye
+AnyRequest = WorkShard | Finish | Stop | Drain | Hold | Resume | Compute | Taken
+AnyReport = (
+    Hello
+    | Stage
+    | Ready
+    | ShardStarted
+    | Held
+    | BatchDone
+    | ShardDone
+    | ShardFailed
+    | StatesReady
+    | Failed
+    | Bye
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(AnyRequest).decode

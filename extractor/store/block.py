@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import xxhash
 
 from extractor.errors import BugError
 from extractor.store.record import Quarantined
@@ -35,8 +36,14 @@ class HostBlock(Protocol):
     def verdicts(self) -> Sequence[str | None]:
         """Per sample of the batch None, `non_finite` or `all_zero`. Called once, after `wait`."""
 
+    def magnitudes(self, tap: str) -> memoryview:
+        """The largest magnitude of each row [T] of any tap of the shard, as bytes. Called after `wait`."""
+
     def rows(self, tap: str) -> memoryview:
-        """The contiguous rows [T, H] of one tap as uint8. Called after `wait`, by any writer thread."""
+        """The contiguous rows [T, H] of one tap as uint8. Called after `wait`, by any writer thread.
+
+        Only of the taps that this rank writes.
+        """
 
     def release(self) -> None:
         """Gives the memory back. Called exactly once, by a writer thread."""
@@ -65,8 +72,16 @@ class Sample(Protocol):
 class Batch:
     """A block, its samples in row order, and the lanes that still need it."""
 
-    def __init__(self, block: HostBlock, samples: Sequence[Sample], num_lanes: int) -> None:
+    def __init__(
+        self, block: HostBlock, samples: Sequence[Sample], num_lanes: int, compared: Sequence[str] = ()
+    ) -> None:
         """Takes the block over.
+
+        Args:
+            block: its rows.
+            samples: its samples in row order.
+            num_lanes: how many need it.
+            compared: taps whose magnitudes are compared with those of other ranks.
 
         Raises:
             BugError: samples and block do not fit each other; the block is not taken.
@@ -79,6 +94,8 @@ class Batch:
         self._lock = threading.Lock()
         self._is_waited_for = False
         self._verdicts: tuple[str | None, ...] | None = None
+        self._compared = tuple(compared)
+        self._magnitudes: dict[str, bytes] = {}
 
     @property
     def sample_indices(self) -> tuple[int, ...]:
@@ -100,7 +117,15 @@ class Batch:
             verdicts = tuple(self._block.verdicts())
             if len(verdicts) != len(self._samples):
                 raise BugError(f"{len(verdicts)} verdicts for a batch of {len(self._samples)} samples")
+            self._magnitudes = {
+                tap: xxhash.xxh3_128_digest(self._block.magnitudes(tap)) for tap in self._compared
+            }
             self._verdicts = verdicts
+
+    def magnitudes(self, tap: str) -> bytes:
+        """Digest over the magnitudes of one of the compared taps."""
+        self._settled()
+        return self._magnitudes[tap]
 
     def pieces(self, tap: str, row_bytes: int) -> list[memoryview]:
         """The rows of one tap that are to be stored, as few contiguous pieces as possible.

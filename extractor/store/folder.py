@@ -3,7 +3,8 @@
 Owns `shards/NNNNNN.part-*` from the first byte to the rename. It knows no threads: callers see to it that
 a tap is written by one thread at a time and that `publish` and `discard` run alone.
 
-Order of `publish`, which is what makes a kill at any moment harmless: tap files are complete and synced;
+Order of `publish`, which is what makes a kill at any moment harmless: tap files are complete and synced (those
+that other ranks wrote are renamed into the part folder by then);
 tokens, then `shard.json` are written and synced; the part folder is synced; a shard that is in the way is
 renamed aside; the part folder is renamed; the parent folder is synced.
 """
@@ -23,7 +24,7 @@ from extractor.store.record import FORMAT_VERSION, FileRecord, Quarantined, Shar
 from extractor.store.tensors import StatesWriter, arrays_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -40,7 +41,7 @@ class PartFolder:
         self._spec = spec
         self._files = files
         self._final = names.shard_folder(spec.output, spec.index)
-        self._part = names.part_folder(spec.output, spec.index, spec.replica, attempt)
+        self._part = names.part_folder(spec.output, spec.index, spec.replica, attempt, spec.rank)
         self._done: dict[str, FileRecord] = {}
         self._published = False
 
@@ -87,6 +88,22 @@ class PartFolder:
         """
         size, digest = writer.finish()
         self._done[names.tap_file(tap)] = FileRecord(size, digest)
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """The files that are complete."""
+        return dict(self._done)
+
+    def adopt(self, folder: Path, files: Mapping[str, FileRecord]) -> None:
+        """Takes the complete files of another rank's part folder into this one, and removes that. Blocking.
+
+        Raises:
+            OSError: any of it failed; what is left of `folder` is the caller's to remove.
+        """
+        for name, record in files.items():
+            self._files.rename(folder / name, self._part / name)
+            self._done[name] = record
+        self._files.remove_tree(folder)
 
     def publish(
         self,

@@ -60,6 +60,9 @@ class TapsRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ids_after: ids of the boundaries where id v means "after layer v" (`embed` is -1).
         ids_before: the same where id k means B(k).
         draft_config: server -> the auxiliary layer ids its draft model's configuration lists.
+        as_served: the layers between hold what SGLang's own capture gives (`taps.as_served`).
+        holds: what that is: `boundary`, the residual stream B(k); or `branch`, the output of the last branch
+            before it without the residual.
     """
 
     taps: tuple[Tap, ...]
@@ -67,10 +70,17 @@ class TapsRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ids_after: tuple[int, ...]
     ids_before: tuple[int, ...]
     draft_config: dict[str, tuple[int, ...]]
+    as_served: bool = False
+    holds: Literal["boundary", "branch"] = "boundary"
 
     @classmethod
-    def of(cls, selection: TapSelection) -> TapsRecord:
-        """The record of a selection."""
+    def of(cls, selection: TapSelection, *, served: Literal["boundary", "branch"] = "boundary") -> TapsRecord:
+        """The record of a selection.
+
+        Args:
+            selection: the taps.
+            served: what SGLang's own capture gives in this class.
+        """
         return cls(
             taps=selection.taps,
             is_default=selection.is_default,
@@ -81,6 +91,8 @@ class TapsRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "sglang": selection.auxiliary_ids("after"),
                 "vllm": selection.auxiliary_ids("before"),
             },
+            as_served=selection.as_served,
+            holds=served if selection.as_served else "boundary",
         )
 
 
@@ -158,6 +170,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         device: where it ran: `cuda` or `cpu`.
         attention_backend: as configured; None took SGLang's choice.
         sglang_args: `[model.sglang]` as configured.
+        tp: ranks over which each layer was split: sums over another number of parts round differently.
         versions, sglang, env: the environment of the first start that had a model; information only.
         later: other environments of later starts, in that order; information only.
         totals: what must be there in the end.
@@ -182,6 +195,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: str
     attention_backend: str | None
     sglang_args: dict[str, Any]
+    tp: int = 1
     versions: dict[str, str] = {}
     sglang: dict[str, Any] = {}
     env: dict[str, EnvVariable] = {}
@@ -212,6 +226,12 @@ def identity(manifest: Manifest) -> dict[str, Any]:
         "attention_backend": manifest.attention_backend,
         "model.sglang": manifest.sglang_args,
     }
+    if manifest.taps.as_served:
+        # Under the same names other tensors: such shards never mix with those of a usual run.
+        parts["taps.holds"] = manifest.taps.holds
+    if manifest.tp != 1:
+        # Left out where it is 1, so that data sets from before there was a choice keep their fingerprint.
+        parts["model.tp"] = manifest.tp
     return dict(_flatten(msgspec.to_builtins(parts), ""))
 
 
@@ -222,7 +242,7 @@ def fingerprint(manifest: Manifest) -> str:
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
     """Where two runs differ so that their shards must not be mixed: `key: old -> new`, sorted. Pure."""
-    return _changes(identity(old), identity(new))
+    return _changes(*({"model.tp": manifest.tp} | identity(manifest) for manifest in (old, new)))
 
 
 def with_environment(old: Manifest | None, new: Manifest) -> tuple[Manifest, list[str]]:

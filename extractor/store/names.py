@@ -36,7 +36,7 @@ def shard_folder(output: Path, index: int) -> Path:
     return output / SHARDS / f"{index:06d}"
 
 
-def part_folder(output: Path, index: int, replica: int | str, attempt: int = 0) -> Path:
+def part_folder(output: Path, index: int, replica: int | str, attempt: int = 0, rank: int = 0) -> Path:
     """Folder of a shard in the making: `shards/000012.part-0-1f2e3d4c`.
 
     Args:
@@ -44,8 +44,9 @@ def part_folder(output: Path, index: int, replica: int | str, attempt: int = 0) 
         index: number of the shard.
         replica: who writes it; no other start of a worker has that name.
         attempt: counts the tries of one process, so that two of them never share a folder.
+        rank: of the process within the replica.
     """
-    suffix = f".{attempt}" if attempt else ""
+    suffix = (f".{attempt}" if attempt else "") + (f".r{rank}" if rank else "")
     return output / SHARDS / f"{index:06d}.part-{replica}{suffix}"
 
 

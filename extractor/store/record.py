@@ -34,6 +34,8 @@ class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
         hidden_size: H.
         fingerprint: of the data set it belongs to (`extractor.store.manifest.fingerprint`).
         replica: who writes it; part of the temporary folder's name only.
+        rank: which of its writers this is; rank 0 publishes the shard.
+        num_ranks: how many write it together, each its own taps.
     """
 
     output: Path
@@ -46,6 +48,13 @@ class ShardSpec(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     fingerprint: str
     replica: int | str = 0
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def own_taps(self) -> tuple[Tap, ...]:
+        """The taps that this rank writes, in stored order."""
+        return self.taps[self.rank :: self.num_ranks]
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,9 +7,14 @@ thread at a time and takes its batches in order, so the hash of a file can grow 
       |         |            |
       `---------+------------+--------> FAILED      an error, or abandoned
 
-Invariants: `on_commit` or `on_error` is called once, never both for the same fault, and neither for an
-abandoned shard; once FAILED, nothing more is written, and every batch is still settled and released;
-`on_error` comes after the part folder is gone, so the shard can be opened again from there.
+A shard that several ranks write together (`extractor.store.shares`) has a writer on each, with the lanes of its
+own taps. Those of rank 1 and on end with `on_share` in place of publishing; that of rank 0 publishes when its own
+files are complete and every share has come (`take_share`), and fails with the first share that failed.
+
+Invariants: `on_commit` (or `on_share`) or `on_error` is called once, never both for the same fault, and neither
+for an abandoned shard; once FAILED, nothing more is written, and every batch is still settled and released;
+`on_error` comes after the part folder is gone, so the shard can be opened again from there. A share that failed
+is handed over too, in place of `on_error`, also after its part folder is gone.
 """
 
 from __future__ import annotations
@@ -18,17 +23,21 @@ import enum
 import logging
 import threading
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import xxhash
 
 from extractor.errors import BugError
 from extractor.store.block import Batch
 from extractor.store.folder import PartFolder
 from extractor.store.record import FileRecord, Quarantined, ShardRecord, ShardSpec
+from extractor.store.shares import Share, WriteError, require_agreement
 from extractor.store.tensors import ITEM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from extractor.store.block import HostBlock, Sample
     from extractor.store.filesystem import FileSystem
@@ -88,16 +97,23 @@ class ShardWriter:
         on_commit: Callable[[ShardRecord], None],
         on_error: Callable[[int, BaseException], None],
         *,
+        on_share: Callable[[Share], None],
         attempt: int = 0,
     ) -> None:
         """Made by `WriterPool.open_shard`. Touches no disk."""
+        self.attempt = attempt
         self._spec = spec
         self._scheduler = scheduler
         self._on_commit = on_commit
         self._on_error = on_error
+        self._on_share = on_share
+        self._files = files
         self._folder = PartFolder(spec, files, attempt)
         self._row_bytes = spec.hidden_size * ITEM_BYTES[spec.dtype]
-        self._lanes = [Lane(self, tap.name) for tap in spec.taps]
+        self._lanes = [Lane(self, tap.name) for tap in spec.own_taps]
+        self._compared = [tap.name for tap in spec.taps] if spec.num_ranks > 1 else []
+        self._awaited = set(range(1, spec.num_ranks)) if spec.rank == 0 else set()
+        self._shares: dict[int, Share] = {}
         self._batches: list[Batch] = []
         self._lock = threading.Lock()
         self._prepare_lock = threading.Lock()
@@ -127,7 +143,7 @@ class ShardWriter:
         Raises:
             BugError: block and samples do not fit, or `finish` was called; the block is not taken.
         """
-        batch = Batch(block, samples, len(self._lanes))
+        batch = Batch(block, samples, len(self._lanes), self._compared)
         with self._lock:
             if self._state not in {ShardState.OPEN, ShardState.FAILED}:
                 raise BugError(f"shard {self.index}: a batch was submitted after finish()")
@@ -156,6 +172,28 @@ class ShardWriter:
                 # A lane that is through with its work has nobody to remove the folder after it.
                 self._schedule(self._lanes[0])
 
+    def take_share(self, share: Share) -> bool:
+        """Takes what another rank has written of this shard, or why it has not.
+
+        Returns:
+            Whether it was taken; if not, this shard has ended, and the share is the caller's to remove.
+
+        Raises:
+            BugError: no share of this rank is awaited.
+        """
+        with self._lock:
+            if share.rank not in self._awaited or share.rank in self._shares:
+                raise BugError(f"shard {self.index}: a share of rank {share.rank} came, which none waits for")
+            if self._state not in {ShardState.OPEN, ShardState.FINISHING}:
+                return False
+            self._shares[share.rank] = share
+            if share.error is not None:
+                self._state = ShardState.FAILED
+                self._error = share.error.as_exception(share.rank)
+            # It may be the last thing that was missing, and all lanes may be through with their work.
+            self._schedule(self._lanes[0])
+        return True
+
     def serve(self, lane: Lane) -> None:
         """One step of one lane: a batch, or the end of its file. Called by a thread of the pool. Blocking.
 
@@ -174,9 +212,10 @@ class ShardWriter:
         with self._lock:
             self._num_in_step += 1
             has_failed = self._state is ShardState.FAILED
+            is_finishing = self._state is ShardState.FINISHING
             batch = lane.pending.popleft() if lane.pending else None
         if batch is None:
-            if not has_failed:
+            if is_finishing and not lane.is_complete:
                 self._folder.finish_tap(lane.tap, self._file_of(lane))
                 lane.is_complete = True
             return
@@ -206,10 +245,13 @@ class ShardWriter:
             lane.is_scheduled = False
             if lane.pending or (self._state is ShardState.FINISHING and not lane.is_complete):
                 self._schedule(lane)
-            elif self._state is ShardState.FINISHING and all(other.is_complete for other in self._lanes):
+            elif self._state is ShardState.FINISHING and self._is_whole():
                 self._state = ShardState.PUBLISHING
                 return True
             return False
+
+    def _is_whole(self) -> bool:
+        return self._awaited <= self._shares.keys() and all(lane.is_complete for lane in self._lanes)
 
     def _publish(self) -> None:
         try:
@@ -219,10 +261,17 @@ class ShardWriter:
                 raise BugError(  # noqa: TRY301 - it takes the same way as an error of the disk
                     f"shard {self.index}: {len(given)} samples came, not the {len(planned)} planned ones"
                 )
+            quarantined = [entry for batch in self._batches for entry in batch.quarantined()]
+            magnitudes = {tap: self._digest(tap) for tap in self._compared}
+            if self._spec.rank:
+                self._hand_over(quarantined, magnitudes)
+                return
+            for share in self._shares.values():
+                require_agreement(share, quarantined, magnitudes)
+                self._folder.adopt(Path(share.folder), share.files)
             stored = [sample for batch in self._batches for sample in batch.stored()]
             record = self._folder.publish(
-                [(sample.index, sample.input_ids, sample.loss_mask) for sample in stored],
-                [entry for batch in self._batches for entry in batch.quarantined()],
+                [(sample.index, sample.input_ids, sample.loss_mask) for sample in stored], quarantined
             )
         except BaseException as error:  # noqa: BLE001 - border handler of the writer threads
             self._fail(error, self._folder.path)
@@ -234,6 +283,30 @@ class ShardWriter:
             self._on_commit(record)
         except BaseException as error:  # noqa: BLE001 - the shard is on the disk, but the run must hear of it
             self._report(error)
+
+    def _hand_over(self, quarantined: Sequence[Quarantined], magnitudes: dict[str, str]) -> None:
+        share = msgspec.structs.replace(
+            self._empty_share(),
+            files=self._folder.files,
+            quarantined=tuple(quarantined),
+            magnitudes=magnitudes,
+        )
+        with self._lock:
+            self._state = ShardState.COMMITTED
+            self._batches.clear()
+        # The folder is no longer ours, so whatever this raises must not remove it.
+        try:
+            self._on_share(share)
+        except BaseException as error:  # noqa: BLE001 - the share is complete, but the run must hear of it
+            self._report(error)
+
+    def _empty_share(self) -> Share:
+        return Share(
+            index=self.index, attempt=self.attempt, rank=self._spec.rank, folder=str(self._folder.path)
+        )
+
+    def _digest(self, tap: str) -> str:
+        return str(xxhash.xxh3_128_hexdigest(b"".join(batch.magnitudes(tap) for batch in self._batches)))
 
     def _fail(self, error: BaseException, path: Path) -> None:
         if isinstance(error, OSError) and error.filename is None:
@@ -258,6 +331,8 @@ class ShardWriter:
                 if lane.states is not None:
                     lane.states.close()
             self._folder.discard()
+            for share in self._shares.values():
+                self._files.remove_tree(Path(share.folder))
         except BaseException:  # noqa: BLE001 - what is left is removed by `listing.clean_parts`
             _log.warning(
                 "part folder of a failed shard not removed", extra={"shard": self.index}, exc_info=True
@@ -268,6 +343,9 @@ class ShardWriter:
 
     def _report(self, error: BaseException) -> None:
         try:
+            if self._spec.rank and self._state is ShardState.FAILED:
+                self._on_share(msgspec.structs.replace(self._empty_share(), error=WriteError.of(error)))
+                return
             self._on_error(self.index, error)
         except BaseException:  # noqa: BLE001 - the thread has other shards to write
             _log.exception("on_error failed", extra={"shard": self.index})

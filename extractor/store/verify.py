@@ -165,7 +165,7 @@ def _selection_damages(output: Path, dataset: manifest.Manifest) -> list[Damage]
     order = [(tap.is_normed, tap.boundary) for tap in stated.taps]
     if order != sorted(set(order)):
         reasons.append(f"states taps out of order or twice: {_listed(stated.taps)}")
-    own = manifest.TapsRecord.of(TapSelection(stated.taps, n, stated.is_default))
+    own = manifest.TapsRecord.of(TapSelection(stated.taps, n, stated.is_default, stated.as_served))
     reasons.extend(
         f"{name} is {said}, but its taps ({_listed(stated.taps)}) give {derived}"
         for name, said, derived in (

@@ -147,7 +147,7 @@ class Supervisor:
         self._has_ended = False
         self._batch_at = self._state_at = clock()
         self._ready: protocol.Ready | None = None
-        self._gpu_uuid: str | None = None
+        self._gpu_uuids: tuple[str, ...] = ()
         self._blameless_deaths = 0
         self._deaths_in_a_row = 0
         self._not_before = 0.0
@@ -393,7 +393,8 @@ class Supervisor:
                 code="not_started",
             ) from error
         self.engine = EngineControl(replica, self._on_report, self._wake)
-        await self.lease.add_worker(replica.process.pid)
+        for pid in replica.pids:
+            await self.lease.add_worker(pid)
 
     def _spec(self, work: Work, held: Lease, endpoint: str) -> EngineSpec:
         # The word of this start is part of the replica's name, and so of its part folders: a rank that
@@ -418,8 +419,9 @@ class Supervisor:
         # From here on without a pause: nobody may see a half of it.
         self.engine = None
         self._ready = None
-        if self._gpu_uuid is not None:
-            self.sampler.set_rank(self._gpu_uuid, None)
+        for uuid in self._gpu_uuids:
+            self.sampler.set_rank(uuid, None)
+        self._gpu_uuids = ()
         self.peak_rss_bytes = max(self.peak_rss_bytes, engine.peak_rss_bytes)
         self._judge_end(engine, work)
         work.give_back(engine.replica.name)
@@ -485,7 +487,7 @@ class Supervisor:
             raise BugError(f"a rank speaks before the run was prepared: {report!r}")
         match report:
             case protocol.Hello():
-                self.events.add(Event.STARTED, pid=report.pid, start_time=report.start_time)
+                self.events.add(Event.STARTED, pid=report.pid, start_time=report.start_time, rank=report.rank)
             case protocol.Ready():
                 self._on_ready(report)
             case protocol.ShardStarted():
@@ -508,9 +510,9 @@ class Supervisor:
         self.load_s = report.load_s
         self.note = ""
         self.events.add(Event.READY, load_s=report.load_s)
-        if report.gpu_uuid is not None:
-            self._gpu_uuid = report.gpu_uuid
-            self.sampler.set_rank(report.gpu_uuid, "0.0")
+        self._gpu_uuids = report.gpu_uuids
+        for rank, uuid in enumerate(report.gpu_uuids):
+            self.sampler.set_rank(uuid, f"0.{rank}")
 
     def _on_batch(self, report: protocol.BatchDone, work: Work) -> None:
         self._blameless_deaths = 0

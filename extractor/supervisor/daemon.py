@@ -142,7 +142,11 @@ class _Run:
         output = Path(config.output.dir)
         device = preflight.device_of(config)
         environment, variables = worker_environment(
-            os.environ, config.nccl, device=device, package_root=PACKAGE_ROOT
+            os.environ,
+            config.nccl,
+            device=device,
+            package_root=PACKAGE_ROOT,
+            gpus=config.model.gpus,
         )
         self.folder = folder
         self.info = _run_info(folder, config, device, variables)

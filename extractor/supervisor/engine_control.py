@@ -1,4 +1,4 @@
-"""One start of a replica under the supervisor's hand: from the process's start to its end.
+"""One start of a replica under the supervisor's hand: from the start of its processes to their end.
 
 Turns a wish (run, hold, leave) into the messages that are still to be sent, and reports into a phase. It
 knows nothing of shards beyond which one was begun last, and decides nothing.
@@ -55,14 +55,14 @@ class EngineControl:
         replica: its process and socket.
         phase: what it is doing.
         stage: the same in a word, for people.
-        pid: of rank 0.
+        pids: of all ranks, in their order.
         started_shard: the last one whose computation began.
         batch: the last one reported, with its shard.
         load_s: seconds until it was ready; None before.
         death: how the process ended, when nobody asked it to.
         failure: what the rank itself reported as its end.
         fault: an error of ours that ended the listening.
-        peak_rss_bytes: of the process, known at its end.
+        peak_rss_bytes: of the processes together, known at their end.
     """
 
     def __init__(self, replica: Replica, on_report: Callable[[AnyReport], None], wake: asyncio.Event) -> None:
@@ -76,7 +76,7 @@ class EngineControl:
         self.replica = replica
         self.phase = EnginePhase.LOADING
         self.stage = "starting"
-        self.pid = replica.process.pid
+        self.pids = replica.pids
         self.started_shard: int | None = None
         self.batch: tuple[int, int] | None = None
         self.load_s: float | None = None
@@ -91,6 +91,11 @@ class EngineControl:
         self._hold_number = -1
         self._told_to_leave: Wish | None = None
         self._listener = asyncio.get_running_loop().create_task(self._listen())
+
+    @property
+    def pid(self) -> int:
+        """Of rank 0."""
+        return self.pids[0]
 
     @property
     def is_ready(self) -> bool:
@@ -132,7 +137,7 @@ class EngineControl:
         """Ends process and socket."""
         self._listener.cancel()
         await asyncio.gather(self._listener, return_exceptions=True)
-        await asyncio.to_thread(self.replica.process.kill)
+        await asyncio.to_thread(self.replica.kill)
         self.replica.__exit__(None, None, None)
 
     def _hold_or_run(self, wish: Wish) -> None:
@@ -154,7 +159,7 @@ class EngineControl:
         self._told_to_leave = wish
         if wish == Wish.KILL or self.load_s is None:
             # Nothing is in hand while the model loads, and loading cannot be interrupted politely.
-            self.replica.process.kill(wait=False)
+            self.replica.kill(wait=False)
         else:
             if wish == Wish.FINISH and self._is_told_to_hold:
                 self.replica.send(protocol.Resume())
@@ -189,7 +194,7 @@ class EngineControl:
 
     def _note(self, report: AnyReport) -> None:
         match report:
-            case protocol.Hello():
+            case protocol.Hello() if report.rank == 0:
                 self._can_hear = True
             case protocol.Stage() if self.phase == EnginePhase.LOADING:
                 self.stage = report.name

@@ -12,7 +12,7 @@ from extractor.config import NCCL_PRESETS
 from extractor.protocol.api import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from extractor.config import NcclSection
 
@@ -21,7 +21,12 @@ WATCHED_PREFIXES = ("NCCL_", "CUDA_", "SGLANG_", "TORCH_NCCL_")
 
 
 def worker_environment(
-    shell: Mapping[str, str], nccl: NcclSection, *, device: str, package_root: str
+    shell: Mapping[str, str],
+    nccl: NcclSection,
+    *,
+    device: str,
+    package_root: str,
+    gpus: Sequence[int] | None = None,
 ) -> tuple[dict[str, str], list[Variable]]:
     """The full environment of a rank, and the variables to show and record.
 
@@ -30,12 +35,13 @@ def worker_environment(
         nccl: `[nccl]` of run.toml.
         device: where the model runs.
         package_root: folder that holds the `extractor` package; a rank must import this very one.
+        gpus: `model.gpus`; None: those that the shell lets one see.
     """
     origins: dict[str, Origin] = {name: "shell" for name in shell if name.startswith(WATCHED_PREFIXES)}
     environment = dict(shell)
     layers: tuple[tuple[Origin, Mapping[str, str]], ...] = (
         ("preset", NCCL_PRESETS[nccl.preset]),
-        ("run.toml", nccl.env),
+        ("run.toml", nccl.env | _visible(gpus)),
     )
     for origin, values in layers:
         environment |= values
@@ -50,3 +56,10 @@ def worker_environment(
     environment["PYTHONPATH"] = ":".join([*inherited, package_root])
     listed = [Variable(name, environment[name], origin) for name, origin in sorted(origins.items())]
     return environment, listed
+
+
+def _visible(gpus: Sequence[int] | None) -> dict[str, str]:
+    if gpus is None:
+        return {}
+    # Without the order CUDA counts the fastest GPU first, and nvidia-smi by bus.
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}

@@ -171,7 +171,8 @@ def _text(event: str, values: Mapping[str, Any]) -> str:
             load_s = values.get("load_s")
             return "model ready" + (f" after {load_s:.0f} s" if isinstance(load_s, int | float) else "")
         case Event.STARTED:
-            return f"rank started, pid {values.get('pid')}"
+            rank = f" {values['rank']}" if values.get("rank") else ""
+            return f"rank{rank} started, pid {values.get('pid')}"
         case _:
             detail = values.get("error") or values.get("text")
             return event.replace("_", " ") + (f": {detail}" if detail else "")

@@ -103,7 +103,7 @@ class ForegroundRun:
                 self._direct()
             elif self._stop.is_set():
                 # Nothing is in hand while the model loads, and loading cannot be interrupted politely.
-                self._replica.process.kill()
+                self._replica.kill()
                 self._events.add(Event.STOPPED)
                 self._outcome.was_stopped = True
                 return self._outcome
@@ -131,7 +131,9 @@ class ForegroundRun:
     def _handle(self, report: AnyReport) -> None:
         match report:
             case protocol.Hello():
-                self._events.add(Event.STARTED, pid=report.pid, start_time=report.start_time)
+                self._events.add(
+                    Event.STARTED, pid=report.pid, start_time=report.start_time, rank=report.rank
+                )
             case protocol.Ready():
                 self._on_ready(report)
             case protocol.ShardDone():

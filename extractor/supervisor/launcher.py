@@ -46,7 +46,13 @@ class Launcher(Protocol):
     """Starts ranks."""
 
     def start(
-        self, spec: Path, *, environment: Mapping[str, str], log: Path, keep_fds: Sequence[int]
+        self,
+        spec: Path,
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        keep_fds: Sequence[int],
+        rank: int = 0,
     ) -> RankProcess:
         """Starts one rank.
 
@@ -55,6 +61,7 @@ class Launcher(Protocol):
             environment: its whole environment.
             log: its stdout and stderr are appended here.
             keep_fds: descriptors it inherits (the output's lease).
+            rank: its number within the replica.
         """
 
 
@@ -65,14 +72,20 @@ class LocalLauncher:
         self._module = module
 
     def start(
-        self, spec: Path, *, environment: Mapping[str, str], log: Path, keep_fds: Sequence[int]
+        self,
+        spec: Path,
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        keep_fds: Sequence[int],
+        rank: int = 0,
     ) -> RankProcess:
         """See `Launcher`."""
         lifeline_read, lifeline_write = os.pipe()
         try:
             with log.open("ab") as log_file:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", self._module, str(spec)],
+                    [sys.executable, "-m", self._module, str(spec), str(rank)],
                     env={**environment, "TAPDECK_LIFELINE_FD": str(lifeline_read)},
                     stdin=subprocess.DEVNULL,
                     stdout=log_file,

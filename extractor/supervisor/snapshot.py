@@ -132,7 +132,14 @@ class SnapshotMaker:
             return api.ReplicaInfo("0", phase, None, None, None, supervisor.restarts, supervisor.load_s)
         shard, batch = engine.batch or (None, None)
         return api.ReplicaInfo(
-            "0", engine.stage, engine.pid, shard, batch, supervisor.restarts, supervisor.load_s
+            "0",
+            engine.stage,
+            engine.pid,
+            shard,
+            batch,
+            supervisor.restarts,
+            supervisor.load_s,
+            engine.pids,
         )
 
 

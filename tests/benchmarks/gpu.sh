@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# On a CUDA machine with SGLang: parity of real and random models against transformers, throughput, and a run
-# under its supervisor.
+# On a CUDA machine with SGLang: parity of real and random models against transformers, capture of each kind of model
+# class, throughput, and a run under its supervisor.
 # usage: gpu.sh PARITY|SPEED|SUPERVISED WORK [GGUF]    WORK: a folder on the disk to be measured; GGUF: the demo's model file
+#        gpu.sh CAPTURE WORK [NAME ...]                NAME: a row of gpu_capture.py, all but qwen3-fa3 when there is none
 # Prints tables; exits non-zero when a comparison fails.
 set -uo pipefail
 part=$1 work=$2 gguf=${3:-}
+rest=("${@:3}")
 here=$(cd "$(dirname "$0")/../.." && pwd)
 export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$here" HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore
 export XDG_CACHE_HOME=$work/cache XDG_STATE_HOME=$work/state
@@ -41,6 +43,8 @@ if [ "$part" = PARITY ]; then
       "batch = { max_tokens = 300, chunk_tokens = 117 }"
   done
   parity qwen3-moe "$work/qwen3-moe" "$work/letters.jsonl" triton bfloat16 "0, 2, 4"
+elif [ "$part" = CAPTURE ]; then
+  (cd "$here" && python3 -m tests.benchmarks.gpu_capture "$work" "${rest[@]}") || failed=1
 elif [ "$part" = SUPERVISED ]; then
   [ -d "$work/qwen3" ] || python3 "$here/tests/benchmarks/gpu_models.py" "$work" || exit 1
   (cd "$here" && python3 -m tests.benchmarks.gpu_supervised "$work" triton) || failed=1

@@ -155,11 +155,11 @@ def test_weights_with_a_damaged_header_are_refused(refused, inputs, tmp_path, co
     assert "What to do: download it again" in said
 
 
-def test_tensor_parallelism_is_refused_with_the_setting_that_works(refused):
-    said = refused("--tp-size", "2", code=2).finished.stderr
+def test_a_model_that_cannot_be_split_over_the_ranks_is_refused_with_the_setting_that_works(refused):
+    said = refused("--tp-size", "3", code=2).finished.stderr
 
-    assert "model.tp = 2: this version runs one process per model" in said
-    assert "What to do: set model.tp = 1" in said
+    assert "model.tp = 3: 4 query heads (num_attention_heads) cannot be split into 3 equal parts" in said
+    assert "What to do: set model.tp to one of 1, 2, 4" in said
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_full_disk_ends_the_run_with_whole_shards_only_and_it_resumes(faulty, ex
     assert result.shards_computed == result.shards - report.shards
 
 
+@pytest.mark.soak
 def test_write_error_that_passes_is_one_retry_event_and_the_run_completes(faulty, run_tree):
     result, text = faulty(run_tree(), "input_output_error_once")
     assert result.complete
@@ -72,6 +73,7 @@ def test_write_error_that_passes_is_one_retry_event_and_the_run_completes(faulty
     assert check(Path(result.output)).is_complete
 
 
+@pytest.mark.soak
 def test_shard_that_can_never_be_written_is_named_and_the_others_are_done(faulty, run_tree):
     result, text = faulty(run_tree(), "input_output_error_always")
     assert not result.complete

@@ -75,7 +75,15 @@ def test_real_model_in_bfloat16_errs_no_more_than_transformers_does(extract, smo
         assert tap.ok, tap
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("llama", marks=pytest.mark.soak),
+        pytest.param("qwen2", marks=pytest.mark.soak),
+        "qwen3",
+        "qwen3-moe",
+    ],
+)
 def test_small_model_in_float32_is_what_transformers_computes(kind, extract, small_model, talks, tmp_path):
     result, _ = extract(small_run(small_model(kind), talks, tmp_path, "float32"))
     compared = compare(Path(result.output), samples=24)
@@ -88,7 +96,7 @@ def test_small_model_in_float32_is_what_transformers_computes(kind, extract, sma
     assert long & short
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.soak), "qwen3"])
 def test_small_model_in_bfloat16_errs_no_more_than_transformers_does(
     kind, extract, small_model, talks, tmp_path
 ):

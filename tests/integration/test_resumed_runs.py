@@ -65,6 +65,7 @@ def test_weights_replaced_in_place_are_another_model(extract, run_tree):
     assert not (output / "shards" / "000001").exists()
 
 
+@pytest.mark.soak
 def test_other_versions_on_resume_are_told_and_recorded_beside_the_first(extract, run_tree):
     result, _ = extract(run_tree)
     output = Path(result.output)
@@ -96,6 +97,7 @@ class StoppedAtOnce(extraction.StopSignals):
         return contextlib.nullcontext(event)
 
 
+@pytest.mark.soak
 def test_a_resume_that_is_stopped_while_a_damaged_shard_waits_ends_with_a_result(extract, run_tree):
     result, _ = extract(run_tree)
     output = Path(result.output)

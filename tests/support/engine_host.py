@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -27,6 +30,7 @@ from extractor.taps import TapSelection, select
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (1, 3)
+DONE = "done: "
 
 
 def run_checks(model: Path, dtype: str, *checks: str) -> dict[str, Any]:
@@ -36,6 +40,27 @@ def run_checks(model: Path, dtype: str, *checks: str) -> dict[str, Any]:
     if done.returncode:
         raise AssertionError(done.stdout[-2000:] + done.stderr[-4000:])
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_many(
+    jobs: dict[str, tuple[Path, str, tuple[str, ...]]],
+) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Runs checks on several models: one process that imports SGLang, which forks one per model.
+
+    Args:
+        jobs: name -> (model folder, dtype, checks).
+
+    Yields:
+        Name and results, as they come; the end of what it wrote instead, where a process failed.
+    """
+    lines = [[name, str(model), dtype, *checks] for name, (model, dtype, checks) in jobs.items()]
+    command = [sys.executable, "-m", "tests.support.engine_host", "--many", json.dumps(lines)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(DONE):
+                name, results = json.loads(line.removeprefix(DONE))
+                yield name, results
 
 
 def spec_for(model: Path, dtype: str, taps: TapSelection) -> EngineSpec:
@@ -74,17 +99,74 @@ def choose(num_layers: int, layers: tuple[int, ...] = LAYERS, **flags: bool) -> 
 
 
 def main() -> None:
-    model, dtype, *checks = sys.argv[1:]
+    if sys.argv[1] == "--many":
+        serve_many(json.loads(sys.argv[2]))
+    else:
+        model, dtype, *checks = sys.argv[1:]
+        sglang_compat.prepare_process("cpu")
+        print(json.dumps(check(model, dtype, checks)))
+
+
+def serve_many(jobs: list[list[str]]) -> None:
+    """One forked process per model, so that SGLang's many modules are imported once."""
     sglang_compat.prepare_process("cpu")
+    import sglang.benchmark.one_batch
+    import sglang.srt.models.registry  # noqa: F401 -- imports every model class
+
+    for name, model, dtype, *checks in jobs:
+        folder = Path(model)
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            run_forked(folder, dtype, checks)
+        _, status = os.waitpid(child, 0)
+        results = (folder / "log").read_text()[-4000:]
+        if not status:
+            results = json.loads((folder / "results.json").read_text())
+        print(DONE + json.dumps([name, results]), flush=True)
+
+
+def run_forked(folder: Path, dtype: str, checks: list[str]) -> NoReturn:
+    """Never returns: what the parent holds is not ours to close."""
+    with (folder / "log").open("wb") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    status = 1
+    try:
+        (folder / "results.json").write_text(json.dumps(check(str(folder), dtype, checks)))
+        status = 0
+    except BaseException:  # noqa: BLE001 -- the border of the process: all of it goes into the log
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def check(model: str, dtype: str, checks: list[str]) -> dict[str, Any]:
+    """Loads a model and runs the checks on it; a first check "layers=2,5" says with which layers it begins."""
     from extractor.engine.model import Engine
 
+    serve_latent_attention()
     num_layers = checkpoint.read(Path(model)).num_layers
-    engine = Engine(spec_for(Path(model), dtype, choose(num_layers)))
+    if checks == ["stock_capture"]:
+        return {"stock_capture": stock_capture(Path(model), dtype, num_layers)}
+    layers = LAYERS
+    if checks[0].startswith("layers="):
+        layers = tuple(int(layer) for layer in checks[0].removeprefix("layers=").split(","))
+        checks = checks[1:]
+    engine = Engine(spec_for(Path(model), dtype, choose(num_layers, layers)))
     results = {}
     for name in checks:
         with restored(engine):
             results[name] = CHECKS[name](engine)
-    print(json.dumps(results))
+    return results
+
+
+def serve_latent_attention() -> None:
+    """Latent attention (DeepSeek) on the CPU: SGLang has the method for it, and no CPU backend registered."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
 
 
 @contextlib.contextmanager
@@ -95,6 +177,8 @@ def restored(engine: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        # Hooks that a check has left on the model are not among the attributes.
+        type(engine.capture._adapter).set(engine.capture._adapter, ())
         for part, attributes in zip(parts, before, strict=True):
             vars(part).clear()
             vars(part).update(attributes)
@@ -107,6 +191,42 @@ def sequences() -> list[Any]:
 
     rng = np.random.default_rng(0)
     return [rng.integers(4, 500, length, dtype=np.int32) for length in (40, 40, 9)]
+
+
+def mixed_sequences() -> list[Any]:
+    """Five token id arrays of very different lengths, one of them a single token."""
+    import numpy as np
+
+    rng = np.random.default_rng(1)
+    return [rng.integers(4, 500, length, dtype=np.int32) for length in (61, 1, 130, 17, 40)]
+
+
+def stock_capture(model: Path, dtype: str, num_layers: int) -> str:
+    """SGLang's own `--enable-return-aux-hidden-states` on every boundary it can name, into `stock.safetensors`.
+
+    Its DFLASH convention means "after layer id" in each class that has it, so that ids 0..n-2 are B(1)..B(n-1).
+    """
+    import msgspec
+    from safetensors.torch import save_file
+
+    from extractor import sglang_args
+
+    settings = {
+        "enable_return_aux_hidden_states": True,
+        "speculative_algorithm": "DFLASH",
+        "return_aux_hidden_state_layer_ids": list(range(num_layers - 1)),
+    }
+    sglang_args.check = lambda _: None  # these are refused in a run
+    spec = msgspec.structs.replace(spec_for(model, dtype, choose(num_layers)), sglang_args=settings)
+    runner = sglang_compat.Runner(spec)
+    # As the scheduler does for requests that ask for hidden states.
+    runner.anatomy.family = msgspec.structs.replace(runner.anatomy.family, needs_capture_mode=True)
+    packed = runner.prefill(mixed_sequences()).logits_output.hidden_states
+    parts = packed.chunk(num_layers - 1, dim=-1)
+    save_file(
+        {f"layer_{v:03d}": part.contiguous() for v, part in enumerate(parts)}, model / "stock.safetensors"
+    )
+    return str(tuple(packed.shape))
 
 
 def outcome(action: Callable[[], Any]) -> dict[str, str]:
@@ -151,13 +271,13 @@ def one_tap_missing(engine: Any) -> dict[str, str]:
 
 def stale_flag(engine: Any) -> dict[str, str]:
     """What SGLang's own setter leaves behind when layers change."""
-    engine.runner.inner.layers[5]._is_layer_to_capture = True
+    engine.runner.anatomy.layers[5]._is_layer_to_capture = True
     return outcome(lambda: engine.forward(sequences()))
 
 
 def stale_flag_unseen(engine: Any) -> dict[str, str]:
     """The same flag, set after the adapter has looked."""
-    engine.runner.inner.layers[5]._is_layer_to_capture = True
+    engine.runner.anatomy.layers[5]._is_layer_to_capture = True
     engine.capture._adapter.active = lambda: engine.capture._boundaries
     return outcome(lambda: engine.forward(sequences()))
 
@@ -165,9 +285,150 @@ def stale_flag_unseen(engine: Any) -> dict[str, str]:
 def stale_flag_with_final_alone(engine: Any) -> dict[str, str]:
     """No tap below the last boundary, so nothing may come back."""
     engine.capture.set_taps(choose(engine.spec.taps.num_layers, ()))
-    engine.runner.inner.layers[5]._is_layer_to_capture = True
+    engine.runner.anatomy.layers[5]._is_layer_to_capture = True
     engine.capture._adapter.active = tuple
     return outcome(lambda: engine.forward(sequences()))
+
+
+def norm_hook_removed(engine: Any) -> dict[str, str]:
+    """Somebody removed the hook on the final norm."""
+    norm = engine.runner.anatomy.final_norm
+    hooks = dict(norm._forward_hooks)
+    norm._forward_hooks.clear()
+    try:
+        return _prove(engine)
+    finally:
+        norm._forward_hooks.update(hooks)
+
+
+class _PassedBy:
+    """Calls a module's `forward` and not the module, as a fused path does; hooks never run."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any) -> Any:
+        return self._module.forward(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def final_norm_passed_by(engine: Any) -> dict[str, str]:
+    inner, name = engine.runner.anatomy.inner, engine.runner.anatomy.family.final_norm
+    module = inner._modules.pop(name)
+    setattr(inner, name, _PassedBy(module))
+    try:
+        return _prove(engine)
+    finally:
+        delattr(inner, name)
+        setattr(inner, name, module)
+
+
+def switch_left_off(engine: Any) -> dict[str, str]:
+    """The wrapper does not expect what the inner model captures."""
+    engine.runner.anatomy.wrapper.capture_aux_hidden_states = False
+    return outcome(lambda: engine.forward(sequences()))
+
+
+def cached_prefix(engine: Any) -> dict[str, str]:
+    """The first four tokens of a sample would be taken from a cache, and have no states."""
+    import torch
+
+    make = sglang_compat._make_req
+
+    def with_prefix(index: int, ids: Any) -> Any:
+        req = make(index, ids)
+        if index == 0:
+            req.prefix_indices = torch.arange(4)
+            req.prefix_len = 4  # 0.5.23 counts it by itself
+        return req
+
+    class Cache(engine.runner._one_batch.TreeCacheNamespace):
+        def prefix_device_indices(self, req: Any) -> Any:
+            return torch.arange(req.prefix_len)
+
+    sglang_compat._make_req = with_prefix
+    engine.runner._one_batch = SimpleNamespace(TreeCacheNamespace=Cache)
+    try:
+        return outcome(lambda: engine.forward(sequences()))
+    finally:
+        sglang_compat._make_req = make
+        engine.runner.model_runner.req_to_token_pool.clear()
+        engine.runner.model_runner.token_to_kv_pool_allocator.clear()
+
+
+def input_norm_hook_removed(engine: Any) -> dict[str, str]:
+    """Where boundaries come from hooks: one is gone."""
+    k = engine.capture._boundaries[0]
+    norm = engine.runner.anatomy.input_norm(k)
+    hooks = dict(norm._forward_hooks)
+    norm._forward_hooks.clear()
+    try:
+        return outcome(lambda: engine.forward(sequences()))
+    finally:
+        norm._forward_hooks.update(hooks)
+
+
+def taps_that_cannot_be_proven(engine: Any) -> dict[str, Any]:
+    """The new selection is captured one layer early: the earlier one is in force again."""
+    import torch
+
+    n = engine.spec.taps.num_layers
+    before, _ = engine.forward(sequences())
+    adapter, spec, pool = engine.capture._adapter, engine.spec, engine.pool
+    set_ = type(adapter).set
+    adapter.set = lambda ks: set_(adapter, [k - 1 for k in ks] if tuple(ks) == (3, 5) else ks)
+    adapter.active = lambda: engine.capture._boundaries
+    result = outcome(lambda: engine.set_taps(choose(n, (2, 4), embed=True, normed=True), sequences()))
+    del adapter.set, adapter.active
+    after, _ = engine.forward(sequences())
+    return {
+        **result,
+        "is_as_before": engine.spec is spec
+        and engine.pool is pool
+        and list(before) == list(after)
+        and all(torch.equal(before[name], after[name]) for name in before),
+    }
+
+
+def taps_in_turn(engine: Any) -> list[dict[str, str]]:
+    """What would be stored before and after two changes of a live engine: tap -> hash of its bytes."""
+    n = engine.spec.taps.num_layers
+    stored = [stored_bytes(engine)]
+    for layers, flags in (((5, 9), {}), ((9,), {"final": False})):
+        engine.set_taps(choose(n, layers, **flags), sequences())
+        stored.append(stored_bytes(engine))
+    return stored
+
+
+def stored_bytes(engine: Any) -> dict[str, str]:
+    """Tap -> hash of the bytes that writers would be given for a batch."""
+    import xxhash
+
+    states, _ = engine.forward(sequences())
+    block = engine.pool.copy(states, [len(ids) for ids in sequences()])
+    block.wait()
+    found = {name: xxhash.xxh3_128_hexdigest(bytes(block.rows(name))) for name in states}
+    block.release()
+    return found
+
+
+def as_served(engine: Any) -> dict[str, Any]:
+    """What SGLang's own capture gives, and how far that is from the boundary."""
+    import msgspec
+
+    from extractor.engine.proof import token_errors
+
+    n = engine.spec.taps.num_layers
+    boundary, _ = engine.forward(sequences())
+    lines = engine.set_taps(msgspec.structs.replace(choose(n), as_served=True), sequences())
+    served, _ = engine.forward(sequences())
+    errors = {name: float(token_errors(served[name], boundary[name]).min()) for name in served}
+    engine.set_taps(choose(n), sequences())
+    again, _ = engine.forward(sequences())
+    back = {name: float(token_errors(again[name], boundary[name]).max()) for name in served}
+    return {"proof": [line.subject for line in lines], "from boundary": errors, "switched back": back}
 
 
 def norms_swapped(engine: Any) -> dict[str, str]:
@@ -634,6 +895,29 @@ def blocks_after_faults(engine: Any) -> int:
     return engine.pool.arena.used_bytes
 
 
+def every_boundary(engine: Any) -> dict[str, Any]:
+    """All boundaries and `normed` of a batch of mixed lengths, into `states.safetensors` of the model folder.
+
+    Returns the proof's lines, and how far each tap of a sample alone is from itself in the batch.
+    """
+    from safetensors.torch import save_file
+
+    from extractor.engine.proof import token_errors
+
+    n = engine.spec.taps.num_layers
+    lines = engine.set_taps(choose(n, tuple(range(n)), embed=True, normed=True), mixed_sequences())
+    states, _ = engine.forward(mixed_sequences())
+    states = {name: state.clone() for name, state in states.items()}
+    save_file(states, Path(engine.spec.model_folder) / "states.safetensors")
+    worst, start = 0.0, 0
+    for ids in mixed_sequences():
+        alone, _ = engine.forward([ids])
+        rows = {name: state[start : start + len(ids)] for name, state in states.items()}
+        worst = max(worst, *(float(token_errors(alone[name], rows[name]).max()) for name in rows))
+        start += len(ids)
+    return {"proof": {line.subject: line.max_rel_err for line in lines}, "alone": worst}
+
+
 def verdicts(engine: Any) -> list[str | None]:
     """Values that may not be stored, in the second and third sample."""
     states, _ = engine.forward(sequences())
@@ -687,6 +971,16 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
         batch_between_chunks,
         sample_without_its_end,
         blocks_after_faults,
+        norm_hook_removed,
+        final_norm_passed_by,
+        switch_left_off,
+        cached_prefix,
+        input_norm_hook_removed,
+        taps_that_cannot_be_proven,
+        taps_in_turn,
+        stored_bytes,
+        as_served,
+        every_boundary,
         verdicts,
     )
 }

@@ -1,6 +1,7 @@
 """A rank with a planted fault; takes the place of `extractor.engine.worker` through the launcher.
 
-The fault is named by the environment variable TAPDECK_TEST_FAULT. Everything else is the real worker.
+The fault is named by the environment variable TAPDECK_TEST_FAULT, and TAPDECK_TEST_RANK names the only rank that
+has it. Everything else is the real worker.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 from pathlib import Path
 
 from extractor.engine import worker
-from extractor.engine.capture import FlagAdapter, ListAdapter
+from extractor.engine.adapters import FlagAdapter, ListAdapter
+from extractor.engine.capture import Capture
 from extractor.engine.hostcopy import HostPool
 from extractor.engine.model import Engine
 from extractor.store import faults
@@ -67,7 +69,7 @@ def dies_of_shard_1() -> None:
 
 def _write_to(rule) -> None:
     pool = worker.WriterPool
-    worker.WriterPool = lambda *args: pool(*args, files=faults.FaultyFileSystem(rule))
+    worker.WriterPool = lambda *args, **options: pool(*args, files=faults.FaultyFileSystem(rule), **options)
 
 
 def not_a_number() -> None:
@@ -88,6 +90,59 @@ def not_a_number() -> None:
     worker.Worker._work = begin
 
 
+def partial_sum() -> None:
+    """One tap is captured before the ranks' parts of its layer's MLP are added up."""
+    import torch
+
+    begin, collect = Capture.__init__, Capture.collect
+    sums = {}
+
+    def watch(module, args, output):
+        sums["part"] = torch.nn.functional.linear(args[0], module.weight)
+        sums["whole"] = output[0]
+
+    def begin_and_watch(self, anatomy, **options):
+        begin(self, anatomy, **options)
+        anatomy.layers[1].mlp.down_proj.register_forward_hook(watch)
+
+    def unreduced(self, num_tokens):
+        states = collect(self, num_tokens)
+        return states | {"layer_001": states["layer_001"] - sums["whole"] + sums["part"]}
+
+    Capture.__init__, Capture.collect = begin_and_watch, unreduced
+
+
+def rows_swapped_in_host_copy() -> None:
+    """The first two rows of every tap change places on their way to the host."""
+    copy = HostPool.copy
+
+    def swapped(self, states, lengths):
+        block = copy(self, states, lengths)
+        for tap in block.own_taps:
+            rows = block.tensor(tap)
+            rows[:2] = rows[[1, 0]].clone()
+        return block
+
+    HostPool.copy = swapped
+
+
+def another_value() -> None:
+    """One value of `final` is another one, once the proof has passed."""
+    copy, work = HostPool.copy, worker.Worker._work
+
+    def off(self, states, lengths):
+        states = states | {"final": states["final"].clone()}
+        states["final"][0] *= 1.5
+        return copy(self, states, lengths)
+
+    def begin(self, engine, shard):
+        HostPool.copy = off
+        work(self, engine, shard)
+
+    worker.Worker._work = begin
+
+
 if __name__ == "__main__":
-    globals()[os.environ["TAPDECK_TEST_FAULT"]]()
+    if os.environ.get("TAPDECK_TEST_RANK", sys.argv[2]) == sys.argv[2]:
+        globals()[os.environ["TAPDECK_TEST_FAULT"]]()
     sys.exit(worker.main(sys.argv[1:]))

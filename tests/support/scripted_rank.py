@@ -61,7 +61,13 @@ class ScriptedLauncher:
         self._lock = threading.Lock()
 
     def start(
-        self, spec: Path, *, environment: Mapping[str, str], log: Path, keep_fds: Sequence[int]
+        self,
+        spec: Path,
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        keep_fds: Sequence[int],
+        rank: int = 0,
     ) -> ScriptedRank:
         """See `Launcher`."""
         log.touch()
@@ -274,7 +280,7 @@ class ScriptedRank:
     def _get_ready(self) -> bool:
         if self._may_load:
             self._say(protocol.Stage("proof"))
-            self._say(protocol.Ready(1.5, (), {"a": 1}, {"torch": "2"}, 100, "GPU-1"))
+            self._say(protocol.Ready(1.5, (), {"a": 1}, {"torch": "2"}, 100, ("GPU-1",)))
             self._is_ready = True
         return self._is_ready
 

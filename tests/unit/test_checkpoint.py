@@ -112,18 +112,92 @@ def test_what_keeps_layers_from_full_attention_is_named_by_its_key(tmp_path, con
     assert checkpoint.read(write_model(tmp_path, CONFIG | config)).not_plain == said
 
 
-def test_a_multimodal_model_is_described_by_its_language_model(tmp_path):
-    nested = {
-        "architectures": ["KimiK25ForConditionalGeneration"],
-        "model_type": "kimi_k25",
-        "text_config": {"num_hidden_layers": 61, "hidden_size": 7168, "torch_dtype": "bfloat16"},
+TEXT = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 262144,
+}
+KIMI = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
+# What a vision tower declares must never be taken for the language model.
+VISION = {"num_hidden_layers": 27, "hidden_size": 1152, "num_attention_heads": 16, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("key", ["text_config", "language_config", "llm_config"])
+def test_a_multimodal_model_is_described_by_its_language_model(tmp_path, key):
+    nested = KIMI | {
+        key: TEXT | {"dtype": "bfloat16"},
+        "vision_config": VISION,
         "vocab_size": 9,
+        "hidden_size": 8,
     }
 
     facts = checkpoint.read(write_model(tmp_path / "m", nested))
 
-    assert (facts.num_layers, facts.hidden_size, facts.dtype) == (61, 7168, "bfloat16")
-    assert facts.architecture == "KimiK25ForConditionalGeneration"
+    assert (facts.architecture, facts.model_type) == ("KimiK25ForConditionalGeneration", "kimi_k25")
+    assert (facts.num_layers, facts.hidden_size, facts.vocab_size) == (61, 7168, 163840)
+    assert (facts.max_position_embeddings, facts.dtype) == (262144, "bfloat16")
+
+
+def test_the_language_model_of_an_omni_model_is_one_level_deeper(tmp_path):
+    nested = KIMI | {"thinker_config": {"text_config": TEXT, "vision_config": VISION, "hidden_size": 1}}
+
+    assert checkpoint.read(write_model(tmp_path / "m", nested)).hidden_size == 7168
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_precision_of_the_whole_is_that_of_a_part_which_states_none(tmp_path, key):
+    nested = KIMI | {"text_config": TEXT, "vision_config": VISION, key: "bfloat16"}
+
+    assert checkpoint.read(write_model(tmp_path / "m", nested)).dtype == "bfloat16"
+
+
+def test_compressed_keys_and_values_imply_no_size_of_a_head(tmp_path):
+    nested = KIMI | {"text_config": TEXT}
+    stated = KIMI | {"text_config": TEXT | {"head_dim": 192}}
+
+    assert checkpoint.read(write_model(tmp_path / "m", nested)).head_dim is None
+    assert checkpoint.read(write_model(tmp_path / "n", stated)).head_dim == 192
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        (KIMI | {"text_config": TEXT}, None),
+        (KIMI | {"text_config": TEXT | {"quantization_config": {"quant_method": "awq"}}}, "awq"),
+        (KIMI | {"text_config": TEXT, "quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        (changed(compression_config={"quant_method": "compressed-tensors"}), "compressed-tensors"),
+        (changed(quantization_config={"quant_algo": "NVFP4"}), "modelopt"),
+    ],
+)
+def test_the_method_of_quantized_weights_is_found_in_the_whole_or_the_part(tmp_path, config, method):
+    assert checkpoint.read(write_model(tmp_path / "m", config)).quantization == method
+
+
+def test_a_quantization_in_a_file_of_its_own_is_found(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+
+    assert checkpoint.read(folder).quantization == "modelopt"
+
+
+def test_files_of_remote_code_are_named_and_not_run(tmp_path):
+    folder = write_model(
+        tmp_path / "m", KIMI | {"text_config": TEXT, "auto_map": {"AutoConfig": "configuration_x.C"}}
+    )
+    auto_map = {"AutoTokenizer": ["tokenization_x.T", None], "AutoProcessor": "acme/tools--processing_x.P"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map}))
+    for name in ("configuration_x.py", "tokenization_x.py"):
+        (folder / name).write_text("raise SystemExit('this ran')")
+
+    found = checkpoint.read(folder).remote_code
+
+    assert found == ("acme/tools: processing_x.py", "configuration_x.py", "tokenization_x.py")
+    assert checkpoint.read(write_model(tmp_path / "plain")).remote_code == ()
 
 
 @pytest.mark.parametrize(
@@ -150,6 +224,13 @@ def test_a_missing_config_is_named(tmp_path):
         (changed(num_hidden_layers="4"), "num_hidden_layers is '4'"),
         (changed(hidden_size=True), "hidden_size is True"),
         (changed(text_config={"hidden_size": 8}), r"text_config\.num_hidden_layers is missing"),
+        (changed(thinker_config={"text_config": {}}), r"thinker_config\.text_config\.hidden_size is missing"),
+        (changed(text_config="qwen3"), "text_config is 'qwen3'; expected an object"),
+        (changed(quantization_config={"bits": 4}), r" quantization_config\.quant_method is missing"),
+        (
+            KIMI | {"text_config": TEXT | {"quantization_config": []}},
+            r"text_config\.quantization_config\.quant_method is missing",
+        ),
         ([1], "expected a JSON object"),
     ],
 )

@@ -1,5 +1,7 @@
 """What the documents show is what the product takes."""
 
+import ast
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -7,8 +9,10 @@ from pathlib import Path
 import pytest
 import typer.testing
 
+import extractor
 from console.cli import app
 from extractor import config, errors
+from tests.support import models_page
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,6 +49,19 @@ def test_verbs_and_flags_of_the_readme_exist(command):
         assert flag in shown.output
 
 
+def test_the_python_of_the_readme_uses_what_the_package_offers():
+    (text,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    program = ast.parse(text)
+    imported = [a.name for node in ast.walk(program) if isinstance(node, ast.ImportFrom) for a in node.names]
+    (made,) = (
+        n for n in ast.walk(program) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in imported
+    )
+
+    assert imported == ["HiddenStatesGenerator"]
+    arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in made.keywords}
+    inspect.signature(extractor.HiddenStatesGenerator).bind(**arguments)
+
+
 def test_make_targets_of_the_readme_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
 
@@ -59,3 +76,9 @@ def test_every_exit_code_of_an_error_is_documented():
         family.extend(known.__subclasses__())
 
     assert {known.exit_code for known in family if known.__module__ == errors.__name__} <= documented
+
+
+def test_the_page_of_model_classes_is_what_the_table_gives():
+    written = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+
+    assert written == models_page.page(), "python -m tests.support.models_page > docs/models.md"

@@ -57,6 +57,7 @@ def test_a_class_that_was_tested_in_chunks_may_have_samples_longer_than_a_batch(
         ({"sliding_window": 1024, "use_sliding_window": True}, {}, "sliding_window = 1024"),
         ({"layer_types": ["sliding_attention"] * 8}, {}, "layer_types has sliding_attention"),
         ({"mamba_d_state": 128}, {}, "mamba_d_state is set"),
+        ({"architectures": ["Lfm2ForCausalLM"]}, {}, "layers of Lfm2ForCausalLM carry a state"),
         ({"architectures": ["MistralForCausalLM"]}, {}, "not tested with the model class MistralForCausalLM"),
         (
             {},

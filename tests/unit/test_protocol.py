@@ -14,6 +14,7 @@ REPORTS = [
     protocol.BatchDone(3, 0, 100),
     protocol.ShardDone(3, 2, 100, 40, 5000, 0),
     protocol.ShardFailed(3, "no space", "ENOSPC"),
+    protocol.StatesReady(7, 5, (None, "non_finite")),
     protocol.Failed("proof", 7, "message", None, "trace"),
     protocol.Bye(1000),
 ]
@@ -24,6 +25,8 @@ REQUESTS = [
     protocol.Drain(),
     protocol.Hold(),
     protocol.Resume(),
+    protocol.Compute(7, (1, 2), b"\1\0\0\0" * 3),
+    protocol.Taken(6),
 ]
 
 

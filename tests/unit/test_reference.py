@@ -189,3 +189,52 @@ def test_routing_margins_are_the_smallest_over_all_routers(tmp_path, input_ids):
 
     assert margins is not None
     assert torch.allclose(margins, expected, rtol=1e-3)
+
+
+def test_experts_chosen_by_groups_with_a_bias_change_only_below_their_margin(tmp_path, input_ids):
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        n_routed_experts=16,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        vocab_size=VOCAB,
+        initializer_range=0.3,
+    )
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    router = model.model.layers[1].mlp.gate
+    router.e_score_correction_bias.normal_(0, 0.2)
+    model.save_pretrained(tmp_path)
+    margins = Reference(tmp_path).routing_margins(input_ids)
+    seen = []
+    router.register_forward_hook(lambda _m, args, output: seen.append((args[0].flatten(0, -2), output)))
+    with torch.no_grad():
+        model(torch.tensor(input_ids.astype(np.int64))[None])
+        states, (logits, _, chosen) = seen[0]
+
+        moved = torch.zeros(len(input_ids), dtype=torch.bool)
+        change = 0.05
+        # A router of unit weights over logits lets the class itself choose from logits that were moved.
+        router.hidden_dim, router.weight.data = 16, torch.eye(16)
+        for seed in range(40):
+            noise = torch.rand(logits.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+            again = router(logits * (1 + change * noise))[2]
+            moved |= (again.sort(-1).values != chosen.sort(-1).values).any(-1)
+
+    assert margins is not None
+    assert states.shape[0] == len(margins)
+    assert 0.02 < moved.float().mean() < 0.9
+    assert margins[moved].max() <= 1.2 * change
+    assert margins[~moved].median() > margins[moved].median()

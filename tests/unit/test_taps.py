@@ -66,6 +66,25 @@ def test_layer_given_twice_is_refused_by_name():
         choose(30, [4, 2, 4])
 
 
+def test_as_served_selects_the_same_taps_and_says_so():
+    served = choose(30, [2, 14], final=True, as_served=True)
+    assert served.as_served
+    assert served.taps == choose(30, [2, 14], final=True).taps
+
+
+@pytest.mark.parametrize("layers", [[], [0], [0, 2, 4], [4]])
+@pytest.mark.parametrize("flags", [{}, {"embed": True}, {"normed": True}, {"embed": True, "normed": True}])
+def test_any_subset_with_any_of_the_ends_is_a_selection(layers, flags):
+    if not layers and not flags:
+        flags = {"final": True}
+    names = choose(5, layers, **flags).names
+    expected = ["embed"] * flags.get("embed", False) + [f"layer_{v:03d}" for v in layers if v < 4]
+    expected += ["final"] * (4 in layers or flags.get("final", False)) + ["normed"] * flags.get(
+        "normed", False
+    )
+    assert list(names) == expected
+
+
 def test_nothing_selected_is_refused():
     with pytest.raises(ConfigError, match="nothing is selected"):
         choose(30, [])

@@ -91,6 +91,38 @@ def test_final_norm_that_ran_twice_is_refused(results):
     assert results["norm_runs_twice"]["code"] == "final_norm_calls"
 
 
+def test_removed_hook_on_the_final_norm_is_named(results):
+    assert results["norm_hook_removed"]["code"] == "final_norm_calls"
+    assert "ran 0 times" in results["norm_hook_removed"]["message"]
+
+
+def test_path_that_passes_by_the_final_norm_is_named(results):
+    assert results["final_norm_passed_by"]["code"] == "final_norm_calls"
+    assert "a fused path passes it by" in results["final_norm_passed_by"]["message"]
+
+
+def test_switch_left_off_is_named(results):
+    assert results["switch_left_off"]["code"] == "capture_switch"
+    assert "is off while some boundaries are captured" in results["switch_left_off"]["message"]
+
+
+def test_cached_prefix_is_refused(results):
+    assert results["cached_prefix"]["code"] == "batch_tokens"
+    assert "after cached prefixes [4, 0, 0]" in results["cached_prefix"]["message"]
+
+
+def test_taps_that_cannot_be_proven_leave_the_earlier_ones_in_force(results):
+    assert results["taps_that_cannot_be_proven"]["error"] == "ProofError"
+    assert "captured one layer early" in results["taps_that_cannot_be_proven"]["message"]
+    assert results["taps_that_cannot_be_proven"]["is_as_before"]
+
+
+def test_as_served_is_the_boundary_and_said_so(results):
+    served = results["as_served"]
+    assert "layer_001: as served, and that is B(2): enters layer 2" in served["proof"]
+    assert set(served["from boundary"].values()) == set(served["switched back"].values()) == {0}
+
+
 def test_other_dtype_than_declared_is_refused(results):
     assert results["wrong_dtype"]["code"] == "capture_dtype"
 

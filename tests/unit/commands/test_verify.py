@@ -279,6 +279,15 @@ def test_a_manifest_that_states_a_tap_that_is_not_stored_is_damage_and_nothing_i
     assert "not recomputed" in text
 
 
+def test_what_is_stored_as_served_without_the_residual_is_not_compared_with_transformers(output):
+    stated = manifests.read(output)
+    served = msgspec.structs.replace(stated.taps, as_served=True, holds="branch")
+    (output / names.DATASET).write_bytes(manifests.encode(msgspec.structs.replace(stated, taps=served)))
+
+    with pytest.raises(PreflightError, match="not the residual stream"):
+        verify.recompute(output, num_samples=1, seed=0, model_folder=None, out=Output(as_json=True))
+
+
 def test_a_folder_that_is_not_there_is_said_to_be_missing(tmp_path):
     with pytest.raises(StoreError, match="never-made: no such folder"):
         run(tmp_path / "never-made")

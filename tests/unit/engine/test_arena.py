@@ -64,6 +64,19 @@ def test_threads_never_share_a_byte_and_all_are_served(requests_of_threads):
     assert arena.peak_bytes <= SIZE
 
 
+@given(st.lists(st.integers(1, SIZE // 3), max_size=40))
+def test_three_ranges_have_room_for_one_beside_another_wherever_it_lies(sizes):
+    # As the engine of the Python API takes and gives back, in a single thread: nobody could end its waiting.
+    arena = Arena(SIZE // 3 * 3)
+    held = None
+    for size in sizes:
+        assert arena._find(size) is not None
+        begin = arena.take(size)
+        if held is not None:
+            arena.give_back(held)
+        held = begin
+
+
 class Waiting:
     """A request in a thread of its own."""
 

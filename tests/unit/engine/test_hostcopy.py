@@ -14,16 +14,17 @@ from extractor.errors import BugError
 from extractor.estimate import host_buffer_bytes
 
 
-def pool(buffers=2, dtype=torch.bfloat16, max_tokens=16, longest=16):
+def pool(buffers=2, dtype=torch.bfloat16, max_tokens=16, longest=0, own=slice(None)):
     num_bytes = host_buffer_bytes(
         buffers=buffers,
         max_tokens=max_tokens,
         longest=longest,
         hidden_size=8,
         num_taps=2,
+        num_own=len(range(2)[own]),
         dtype=str(dtype).removeprefix("torch."),
     )
-    return HostPool(num_bytes=num_bytes, hidden_size=8, dtype=dtype, device="cpu")
+    return HostPool(num_bytes=num_bytes, hidden_size=8, dtype=dtype, device="cpu", own=own)
 
 
 def states(num_tokens):
@@ -169,3 +170,40 @@ def test_value_too_large_for_the_dtype_of_the_disk_is_not_finite():
     block = pool(dtype=torch.float16).copy(given, [2, 2])
     block.wait()
     assert block.verdicts() == [None, "non_finite"]
+
+
+@pytest.mark.parametrize(("rank", "own"), [(0, ("layer_001",)), (1, ("final",)), (2, ())])
+def test_a_rank_holds_the_rows_of_its_own_taps_and_judges_all(rank, own):
+    given = states(9)
+    given["layer_001"][4, 3] = float("nan")
+    given["final"][6:] = 0
+    buffers = pool(own=slice(rank, None, 3))
+    assert buffers.num_bytes == 2 * (len(own) * 16 * 8 * 2 + 256)
+    block = buffers.copy(given, [4, 2, 3])
+    block.wait()
+    assert block.own_taps == own
+    for name in own:
+        assert torch.equal(block.tensor(name).isnan(), given[name].isnan())
+        assert torch.equal(block.tensor(name).nan_to_num(), given[name].bfloat16().nan_to_num())
+    assert list(block.verdicts()) == [None, "non_finite", "all_zero"]
+
+
+def test_magnitudes_are_the_same_bytes_on_every_rank_and_differ_with_a_value():
+    given = states(6)
+    given["final"][2, 1] = float("nan")
+    # Another NaN than that of Python.
+    other = {name: state.clone() for name, state in given.items()}
+    other["final"].view(torch.int32)[2, 1] = -1
+    seen = []
+    for rank, values in ((0, given), (1, other)):
+        block = pool(own=slice(rank, None, 2)).copy(values, [6])
+        block.wait()
+        seen.append({name: bytes(block.magnitudes(name)) for name in given})
+    assert seen[0] == seen[1]
+    assert {len(data) for data in seen[0].values()} == {6 * 4}
+
+    other["final"][5] *= 1.5
+    block = pool(own=slice(1, None, 2)).copy(other, [6])
+    block.wait()
+    assert bytes(block.magnitudes("final")) != seen[0]["final"]
+    assert bytes(block.magnitudes("layer_001")) == seen[0]["layer_001"]

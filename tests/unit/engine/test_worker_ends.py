@@ -16,7 +16,8 @@ from extractor.engine import worker
 if os.fork() == 0:
     os.fork()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("up", flush=True)
+    # One write for each: what print writes in two pieces may be mixed.
+    os.write(1, b"up\\n")
     while True:
         signal.pause()
 sys.stdin.readline()

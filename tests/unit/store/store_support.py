@@ -70,6 +70,7 @@ class FakeBlock:
     hidden: int = HIDDEN
     wait_error: Exception | None = None
     gate: threading.Event | None = None
+    off_in: str | None = None
     waits: int = 0
     releases: int = 0
 
@@ -87,6 +88,13 @@ class FakeBlock:
     def verdicts(self) -> list[str | None]:
         assert self.waits == 1
         return [self.reasons.get(sample.index) for sample in self.samples]
+
+    def magnitudes(self, tap: str) -> memoryview:
+        assert self.releases == 0, "magnitudes() after release()"
+        values = [make_states(tap, s, self.dtype, self.hidden).max(axis=1) for s in self.samples]
+        rows = np.concatenate(values).astype(np.float32)
+        rows[0] += tap == self.off_in
+        return rows.view(np.uint8).data
 
     def rows(self, tap: str) -> memoryview:
         assert self.releases == 0, "rows() after release()"
@@ -131,7 +139,9 @@ class Dataset:
         self.manifest = make_manifest(self)
         self.fingerprint = manifest.fingerprint(self.manifest)
 
-    def spec(self, output: Path, shard: Shard, replica: int | str = 0) -> ShardSpec:
+    def spec(
+        self, output: Path, shard: Shard, replica: int | str = 0, *, rank: int = 0, num_ranks: int = 1
+    ) -> ShardSpec:
         return ShardSpec(
             output=output,
             index=shard.index,
@@ -143,6 +153,8 @@ class Dataset:
             hidden_size=self.hidden,
             fingerprint=self.fingerprint,
             replica=replica,
+            rank=rank,
+            num_ranks=num_ranks,
         )
 
     def blocks(self, shard: Shard, reasons: dict[int, str] | None = None) -> list[FakeBlock]:

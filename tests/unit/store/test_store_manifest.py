@@ -63,6 +63,11 @@ def test_the_last_state_is_said_to_be_before_the_norm():
         ({"compute_dtype": "float32"}, 'compute_dtype: "bfloat16" -> "float32"'),
         ({"device": "cuda"}, 'device: "cpu" -> "cuda"'),
         ({"attention_backend": "triton"}, 'attention_backend: (none) -> "triton"'),
+        ({"tp": 2}, "model.tp: 1 -> 2"),
+        (
+            {"taps": TapsRecord.of(msgspec.structs.replace(TAPS, as_served=True), served="branch")},
+            'taps.holds: (none) -> "branch"',
+        ),
     ],
 )
 def test_what_changes_the_shards_changes_the_fingerprint_and_is_named(tmp_path, change, line):
@@ -101,6 +106,15 @@ def test_other_arguments_of_sglang_are_another_data_set():
     dummy = make_manifest(DATASET, sglang_args={"load_format": "dummy"})
     assert manifest.fingerprint(dummy) != manifest.fingerprint(BASE)
     assert 'model.sglang.load_format: (none) -> "dummy"' in manifest.differences(BASE, dummy)
+
+
+def test_a_data_set_from_before_there_were_several_ranks_is_one_of_a_single_rank(tmp_path):
+    manifest.write(tmp_path, BASE)
+    path = tmp_path / names.DATASET
+    path.write_bytes(path.read_bytes().replace(b'  "tp": 1,\n', b""))
+    assert b'"tp"' not in path.read_bytes()
+    old = manifest.read(tmp_path)
+    assert (old.tp, old.fingerprint) == (1, manifest.fingerprint(BASE))
 
 
 FIRST = {
@@ -145,6 +159,12 @@ def test_ids_are_recorded_in_both_conventions():
     assert BASE.taps.ids_after == (1, 3, 5, 7)
     assert BASE.taps.ids_before == (2, 4, 6, 8)
     assert BASE.taps.draft_config == {"sglang": (1, 3, 5), "vllm": (2, 4, 6)}
+
+
+def test_what_is_held_is_the_boundary_unless_it_is_taken_as_served():
+    assert TapsRecord.of(TAPS, served="branch").holds == "boundary"
+    assert TapsRecord.of(msgspec.structs.replace(TAPS, as_served=True)).holds == "boundary"
+    assert TapsRecord.of(msgspec.structs.replace(TAPS, as_served=True), served="branch").holds == "branch"
 
 
 def test_a_missing_manifest_is_named(tmp_path):

@@ -37,3 +37,16 @@ def test_cpu_threads_do_not_spin_unless_the_shell_says_so():
     assert origins({}, NcclSection(), "cpu")[0]["OMP_WAIT_POLICY"] == "PASSIVE"
     assert origins({"OMP_WAIT_POLICY": "ACTIVE"}, NcclSection(), "cpu")[0]["OMP_WAIT_POLICY"] == "ACTIVE"
     assert "OMP_WAIT_POLICY" not in origins({}, NcclSection(), "cuda")[0]
+
+
+def test_gpus_of_the_run_are_those_that_nvidia_smi_counts():
+    shell = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    environment, variables = worker_environment(
+        shell, NcclSection(), device="cuda", package_root="/pkg", gpus=(4, 5)
+    )
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["CUDA_DEVICE_ORDER"]) == ("4,5", "PCI_BUS_ID")
+    assert {variable.name: variable.origin for variable in variables} == {
+        "CUDA_DEVICE_ORDER": "run.toml",
+        "CUDA_VISIBLE_DEVICES": "run.toml",
+    }
+    assert origins(shell, NcclSection())[0]["CUDA_VISIBLE_DEVICES"] == "0,1"

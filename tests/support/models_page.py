@@ -1,0 +1,100 @@
+"""docs/models.md, made from `extractor.families`.
+
+python -m tests.support.models_page > docs/models.md
+"""
+
+from __future__ import annotations
+
+from extractor.families import CHECKED, FAMILIES, NOT_ON_CPU, REFUSED, VERIFIED_RELEASES, Family
+from tests.support.stand_in_models import STAND_INS
+
+UNVERIFIED = "unverified: the start-up proof decides"
+HEAD = """\
+# Model classes
+
+Made from `extractor/families.py` (`python -m tests.support.models_page > docs/models.md`); a test compares the two.
+
+A model class is taken, or refused by name before its weights are read; one that is in neither table is refused.
+What is stored for a layer is the residual stream B(k) that enters layer k (see [glossary.md](glossary.md)), in
+every class, unless `taps.as_served = true` asks for what SGLang's own capture gives.
+
+The proof at the start of every run shows it on the loaded model, whatever this page says: each captured B(k), put
+through the layer's own input norm, must be what enters its attention; B(n), put through the final norm and the head,
+must give the logits. "Unverified" means that nobody has compared the class with transformers yet; such a run is
+accepted, and the proof decides. Compare it once with `tapdeck verify OUTPUT --against transformers`.
+
+Verified releases of SGLang: {releases}.
+
+## Classes that are taken
+
+* taken by: how B(k), 0 < k < n, is captured. list, set, flag: SGLang's own EAGLE-3 or DFLASH capture, set, cleared
+  and read back by tapdeck; after: SGLang's DSPARK capture, whose ids mean "after layer"; hook: a hook on each input
+  norm, where SGLang's own capture gives something else.
+* last boundary: B(n) is the second output of the final norm (residual), or its input.
+* watched: the module whose input the proof compares; the first that a layer has.
+* as served: what `taps.as_served` stores. B(k): the same. branch: the last branch's output without the residual.
+  none: SGLang does not serve hidden states of this class.
+* chunks: samples longer than `batch.max_tokens` are taken, since a sample in chunks was compared with the whole.
+* run: what was compared with transformers, every boundary and `normed`, token by token. Stand-in: set, clear, read
+  back and result were run on a torch module of the class's form, since SGLang's class needs CUDA kernels. Not on the
+  CPU: it was tried there and needs a GPU, for the reason given.
+"""
+REFUSED_HEAD = """
+## Classes that are refused
+
+| class | why |
+|---|---|
+"""
+TAIL = """
+## What is known of single classes
+
+* Gemma 3: SGLang hands over the last branch's output without its residual, and on CUDA a tensor that the layer then
+  overwrites. B(k) is taken from the input norm; `taps.as_served` is refused on CUDA.
+* Gemma 4: SGLang 0.5.17 hands over a tensor that a fused norm of the same layer writes into. B(k) is taken from the
+  input norm.
+* Bailing (Ling) v2: the class reads a list and flags and captures twice where both are set; the list alone is set.
+* Classes with mamba, linear attention or convolution layers keep a state, so that a chunk needs more of those before
+  it than keys and values.
+* `enforce_disable_flashinfer_allreduce_fusion` is fixed to true: with fused all-reduces SGLang 0.5.17 captures partial
+  sums under tensor parallelism in some mixture-of-experts classes, and only in batches of up to 2,048 tokens.
+* Weights with static activation scales (FP8 per tensor): the input norm also quantizes, so that the proof cannot be
+  made; such a run does not start.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    releases = ", ".join(f"{release} on {device}" for release, device in VERIFIED_RELEASES.items())
+    rows = [
+        "| class | taken by | last boundary | watched | as served | chunks | run |",
+        "|---|---|---|---|---|---|---|",
+        *(_row(name, family) for name, family in sorted(FAMILIES.items(), key=lambda item: item[0].lower())),
+    ]
+    refused = "\n".join(
+        f"| {name} | {why} |" for name, why in sorted(REFUSED.items(), key=lambda item: item[0].lower())
+    )
+    return (
+        HEAD.format(releases=releases) + "\n" + "\n".join(rows) + "\n" + REFUSED_HEAD + refused + "\n" + TAIL
+    )
+
+
+def _row(name: str, family: Family) -> str:
+    inside = ".".join(part for part in (family.wrapper, family.inner) if part)
+    taken = family.mechanism + (f" in {inside}" if inside != "model" else "")
+    last = "residual" if family.norm_outputs == 2 else "input"
+    watched = ", ".join(f"`{entry.module}`" for entry in family.entries)
+    served = ("B(k)" if family.served == "boundary" else family.served) if family.has_setter else "none"
+    if family.overwritten_on:
+        served += f", not on {', '.join(family.overwritten_on)}"
+    run = [f"{check.release} {check.device}: {check.what}" for check in CHECKED.get(name, ())] or [UNVERIFIED]
+    if name in STAND_INS and name not in CHECKED:
+        run.append("stand-in")
+    if name in NOT_ON_CPU:
+        run.append(f"not on the CPU: {NOT_ON_CPU[name]}")
+    chunks = "yes" if family.chunks_verified else "no"
+    cells = [name, taken, f"{last} of `{family.final_norm}`", watched, served, chunks, "; ".join(run)]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
