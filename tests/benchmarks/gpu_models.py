@@ -129,6 +129,7 @@ KINDS: dict[str, Kind] = {
             "head_dim": 64,
             "max_position_embeddings": 131072,
         },
+        added={"swiglu_limit": 7.0},
     ),
     "gemma3": Kind(
         "Gemma3ForCausalLM",

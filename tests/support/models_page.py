@@ -53,6 +53,8 @@ TAIL = """
 * Gemma 4: SGLang 0.5.17 hands over a tensor that a fused norm of the same layer writes into. B(k) is taken from the
   input norm.
 * Bailing (Ling) v2: the class reads a list and flags and captures twice where both are set; the list alone is set.
+* DeepSeek's classes and GLM-4 Lite on the CPU: SGLang has no backend registered for their latent attention there; the
+  tests register its own one. A run of such a model on the CPU is refused by SGLang.
 * Classes with mamba, linear attention or convolution layers keep a state, so that a chunk needs more of those before
   it than keys and values.
 * `enforce_disable_flashinfer_allreduce_fusion` is fixed to true: with fused all-reduces SGLang 0.5.17 captures partial

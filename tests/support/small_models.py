@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -271,7 +272,10 @@ def make(folder: Path, kind: str, dtype: str = "float32", **shape: Any) -> Path:
     if what.is_nested:
         values = {"text_config": values, "vision_config": dict(what.vision), "tie_word_embeddings": False}
     torch.manual_seed(0)
-    model = getattr(transformers, what.architecture)(getattr(transformers, what.config)(**values))
+    with warnings.catch_warnings():
+        # A part of size zero stands for one that is left out.
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+        model = getattr(transformers, what.architecture)(getattr(transformers, what.config)(**values))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0, 0.1) if "norm" in name else parameter.normal_(0, 0.06)

@@ -321,6 +321,13 @@ def granite_hybrid() -> nn.Module:
     return _named("GraniteMoeHybridForCausalLM", Wrapper(Inner(layers)))
 
 
+def gemma3() -> nn.Module:
+    """Later norms add to the residual in place, as on CUDA: a boundary that is not copied at once is lost."""
+    model = Wrapper(Inner(_llama()))
+    model.model.embed_tokens = nn.Identity()
+    return _named("Gemma3ForCausalLM", model)
+
+
 def gemma4_mm() -> nn.Module:
     """The text model lies directly in the model that sees images."""
 
@@ -366,6 +373,7 @@ STAND_INS: dict[str, Callable[[], nn.Module]] = {
         mimo_v2,
         qwen3_next,
         granite_hybrid,
+        gemma3,
         gemma4_mm,
         apertus,
     )
