@@ -8,6 +8,7 @@ import pytest
 
 from extractor import config as configs
 from extractor.commands import job as jobs
+from extractor.commands import verify
 from extractor.commands.output import Output
 from extractor.estimate import block_bytes
 from extractor.quantities import bytes_words
@@ -74,3 +75,25 @@ def test_a_record_of_the_largest_length_is_announced_stored_whole_and_resumed(ex
 
     assert (resumed.complete, resumed.shards_computed) == (True, 1)
     assert outputs.contents(output / "shards") == shards
+
+
+@pytest.mark.slow
+def test_two_ranks_compute_the_record_in_the_same_chunks_and_each_stores_its_taps(
+    extract, run_tree, tmp_path
+):
+    run_tree["model"]["tp"] = 2
+    job = jobs.make(configs.build(run_tree, source="test"), out=Output(as_json=True))
+
+    result, text = extract(run_tree)
+
+    # On all taps, the other rank's among them: enters its layer, alone, in chunks; the norm, the logits, the ranks.
+    assert "(11 checks" in text
+    assert f"host buffers {bytes_words(job.host_buffer_bytes)}" in text
+    assert set(pq.read_table(result.output + "/samples.parquet")["tokens"].to_pylist()) >= {MAX_LEN}
+    outcome = verify.verify(
+        Path(result.output), sample=10, against="transformers", seed=1, out=Output(as_json=True)
+    )
+    assert outcome.store.is_complete
+    assert outcome.compared.num_samples == 10
+    assert [tap.name for tap in outcome.compared.taps] == ["layer_001", "layer_003", "final"]
+    assert max(tap.max_rel_err for tap in outcome.compared.taps) <= 1e-5

@@ -210,6 +210,7 @@ def stock_capture(model: Path, dtype: str, num_layers: int) -> str:
     from safetensors.torch import save_file
 
     from extractor import sglang_args
+    from extractor.engine.lockstep import Alone
 
     settings = {
         "enable_return_aux_hidden_states": True,
@@ -218,7 +219,7 @@ def stock_capture(model: Path, dtype: str, num_layers: int) -> str:
     }
     sglang_args.check = lambda _: None  # these are refused in a run
     spec = msgspec.structs.replace(spec_for(model, dtype, choose(num_layers)), sglang_args=settings)
-    runner = sglang_compat.Runner(spec)
+    runner = sglang_compat.Runner(spec, 0, Alone())
     # As the scheduler does for requests that ask for hidden states.
     runner.anatomy.family = msgspec.structs.replace(runner.anatomy.family, needs_capture_mode=True)
     packed = runner.prefill(mixed_sequences()).logits_output.hidden_states
