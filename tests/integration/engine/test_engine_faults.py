@@ -108,7 +108,7 @@ def test_switch_left_off_is_named(results):
 
 def test_cached_prefix_is_refused(results):
     assert results["cached_prefix"]["code"] == "batch_tokens"
-    assert "after cached prefixes [4, 0, 0]" in results["cached_prefix"]["message"]
+    assert "after cached prefixes of [4, 0, 0]" in results["cached_prefix"]["message"]
 
 
 def test_taps_that_cannot_be_proven_leave_the_earlier_ones_in_force(results):
