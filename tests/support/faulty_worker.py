@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 from extractor.engine import worker
-from extractor.engine.capture import Capture, FlagAdapter, ListAdapter
+from extractor.engine.adapters import FlagAdapter, ListAdapter
+from extractor.engine.capture import Capture
 from extractor.engine.hostcopy import HostPool
 from extractor.store import faults
 
@@ -99,9 +100,9 @@ def partial_sum() -> None:
         sums["part"] = torch.nn.functional.linear(args[0], module.weight)
         sums["whole"] = output[0]
 
-    def begin_and_watch(self, model, **options):
-        begin(self, model, **options)
-        model.model.layers[1].mlp.down_proj.register_forward_hook(watch)
+    def begin_and_watch(self, anatomy, **options):
+        begin(self, anatomy, **options)
+        anatomy.layers[1].mlp.down_proj.register_forward_hook(watch)
 
     def unreduced(self, num_tokens):
         states = collect(self, num_tokens)
