@@ -314,18 +314,22 @@ _CUDA = Check("0.5.17", "cuda", "small random model, bfloat16")
 
 CHECKED: dict[str, tuple[Check, ...]] = {
     "ArceeForCausalLM": (_CPU,),
-    "DeepseekV3ForCausalLM": (_CPU,),
-    "Gemma3ForCausalLM": (_CPU,),
+    "DeepseekV3ForCausalLM": (_CPU, _CUDA),
+    "Gemma3ForCausalLM": (_CPU, _CUDA),
     "Glm4ForCausalLM": (_CPU,),
-    "Glm4MoeForCausalLM": (_CPU,),
+    "Glm4MoeForCausalLM": (_CPU, _CUDA),
     "Glm4MoeLiteForCausalLM": (_CPU,),
     "GraniteMoeHybridForCausalLM": (
         Check("0.5.23", "cpu", "small random model without mamba layers, float32"),
     ),
+    "KimiK25ForConditionalGeneration": (
+        Check("0.5.23", "cpu", "text of a small random model, float32"),
+        Check("0.5.17", "cuda", "3 layers of its widths with INT4 experts, bfloat16"),
+    ),
     "LagunaForCausalLM": (_CPU,),
     "LlamaForCausalLM": (
         Check("0.5.23", "cpu", "SmolLM2-135M and a small random model, float32 and bfloat16"),
-        Check("0.5.17", "cuda", "SmolLM2-135M, bfloat16"),
+        Check("0.5.17", "cuda", "SmolLM2-135M and a small random model, bfloat16"),
     ),
     "MellumForCausalLM": (_CPU,),
     "Ministral3ForCausalLM": (_CPU,),
@@ -335,7 +339,10 @@ CHECKED: dict[str, tuple[Check, ...]] = {
     "Qwen2MoeForCausalLM": (Check("0.5.23", "cpu", "small random model without shared expert, float32"),),
     "Qwen3ForCausalLM": (_CPU, _CUDA),
     "Qwen3MoeForCausalLM": (_CPU, _CUDA),
-    "Qwen3VLForConditionalGeneration": (Check("0.5.23", "cpu", "text of a small random model, float32"),),
+    "Qwen3VLForConditionalGeneration": (
+        Check("0.5.23", "cpu", "text of a small random model, float32"),
+        Check("0.5.17", "cuda", "text of a small random model, bfloat16"),
+    ),
 }
 """Classes that were compared; the others are unverified, and the start-up proof of each run decides."""
 

@@ -26,6 +26,8 @@ FIXED: Mapping[str, Any] = {
     "sampling_backend": "pytorch",
     "skip_server_warmup": True,
     "enforce_disable_flashinfer_allreduce_fusion": True,
+    # Else layers with a window get a smaller cache than the others, and a full batch of a single pass does not fit.
+    "swa_full_tokens_ratio": 1.0,
 }
 
 OWNED: Mapping[str, str] = {

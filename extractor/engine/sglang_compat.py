@@ -288,6 +288,8 @@ class Runner:
             page_size=self._page_size,
             device=runner.device,
             token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+            # Asked for when a batch finds no room: SGLang's own message then says so.
+            available_and_evictable_str=lambda: "",
         )
         batch = ScheduleBatch.init_new(
             reqs=reqs,

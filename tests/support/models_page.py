@@ -5,9 +5,13 @@ python -m tests.support.models_page > docs/models.md
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from extractor.families import CHECKED, FAMILIES, NOT_ON_CPU, REFUSED, VERIFIED_RELEASES, Family
 from tests.support.stand_in_models import STAND_INS
 
+ON_GPU = Path(__file__).parents[1] / "data/capture_on_gpu.jsonl"
 UNVERIFIED = "unverified: the start-up proof decides"
 HEAD = """\
 # Model classes
@@ -38,6 +42,20 @@ Verified releases of SGLang: {releases}.
 * run: what was compared with transformers, every boundary and `normed`, token by token. Stand-in: set, clear, read
   back and result were run on a torch module of the class's form, since SGLang's class needs CUDA kernels. Not on the
   CPU: it was tried there and needs a GPU, for the reason given.
+"""
+GPU_HEAD = """
+## Errors in bfloat16 on a GPU
+
+One H200, SGLang 0.5.17, 2026-12-01: `tests/benchmarks/gpu.sh CAPTURE WORK` (and `qwen3-fa3`). Random models of hidden
+size 2048 and 6 layers (DeepSeek: 4), 48 conversations, compared with transformers in float32 on the same samples: error
+of a token, at
+its maximum and at the 99th percentile of all tokens; in brackets the bound, 1.5 times the error of transformers'
+own bfloat16. kimi: 3 layers of Kimi-K2.5's widths (hidden 7168, latent attention, 16 experts in INT4, group 32),
+compared with the dequantized weights. Not judged: tokens of mixtures of experts whose router is nearest to a tie, at
+most 5 %. Proof: the largest error of the start-up proof.
+
+| model, attention | proof | not judged | tap | maximum (bound) | 99th percentile (bound) |
+|---|---|---|---|---|---|
 """
 REFUSED_HEAD = """
 ## Classes that are refused
@@ -75,9 +93,22 @@ def page() -> str:
     refused = "\n".join(
         f"| {name} | {why} |" for name, why in sorted(REFUSED.items(), key=lambda item: item[0].lower())
     )
-    return (
-        HEAD.format(releases=releases) + "\n" + "\n".join(rows) + "\n" + REFUSED_HEAD + refused + "\n" + TAIL
-    )
+    taken = HEAD.format(releases=releases) + "\n" + "\n".join(rows) + "\n"
+    return taken + REFUSED_HEAD + refused + "\n" + GPU_HEAD + "\n".join(_gpu_rows()) + "\n" + TAIL
+
+
+def _gpu_rows() -> list[str]:
+    """What `tests/benchmarks/gpu_capture.py` measured, a row for each tap."""
+    rows = []
+    for line in ON_GPU.read_text().splitlines():
+        model = json.loads(line)
+        first = f"{model['name'].removesuffix('-fa3')}, {model['backend']} | {model['proof']:.1e}"
+        first += f" | {model['excluded']:,} of {model['tokens']:,}"
+        for tap, (maximum, bound, p99, p99_bound) in model["taps"].items():
+            errors = f"{maximum:.1e} ({bound:.1e}) | {p99:.1e} ({p99_bound:.1e})"
+            rows.append(f"| {first} | {tap} | {errors} |")
+            first = " | | "
+    return rows
 
 
 def _row(name: str, family: Family) -> str:

@@ -66,7 +66,9 @@ def test_every_way_of_capturing_was_run_on_a_live_model_or_a_stand_in():
 
 def test_what_is_said_to_be_checked_on_the_cpu_is_what_the_parity_tests_run():
     on_cpu = {name for name, checks in CHECKED.items() if any(check.device == "cpu" for check in checks)}
-    assert on_cpu == {kind.architecture for kind in KINDS.values() if kind.runs_on == "cpu"}
+    # Kimi-K2.5 is no class of transformers, and has a maker and a test of its own.
+    elsewhere = {"KimiK25ForConditionalGeneration"}
+    assert on_cpu == {kind.architecture for kind in KINDS.values() if kind.runs_on == "cpu"} | elsewhere
 
 
 def test_class_that_nobody_looked_at_is_refused_with_where_to_look():
